@@ -19,13 +19,13 @@ from moerl.errors import ContractError
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """The little-endian bytes of an array, without a copy where it is contiguous already."""
+    """Returns the little-endian bytes of an array, without a copy if it is contiguous and little-endian already."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return memoryview(little.reshape(-1).view(np.uint8))
 
 
 def read_array(data: Buffer, dtype: type[Any] | np.dtype[Any], count: int, field: str) -> NDArray[Any]:
-    """A fresh, aligned [count] array of native `dtype`.
+    """Returns a fresh, aligned [count] array of native `dtype`.
 
     Raises:
         ContractError: `array_length_wrong`.
@@ -43,12 +43,12 @@ def demand_length(data: Buffer, num_bytes: int, field: str) -> None:
 
 
 def pack_flags(flags: NDArray[np.bool_]) -> memoryview:
-    """bool [n] as ceil(n / 8) bytes."""
+    """Packs bool [n] into ceil(n / 8) bytes."""
     return memoryview(np.packbits(flags, bitorder="little"))
 
 
 def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
-    """bool [count]. Spare bits of the last byte must be zero."""
+    """Returns bool [count]. Spare bits of the last byte must be zero."""
     demand_length(data, (count + 7) // 8, field)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
     if bits[count:].any():
@@ -57,7 +57,7 @@ def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
 
 
 def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
-    """Run-length code of a non-empty int32 [n]: values int32 [runs] and lengths uint32 [runs]."""
+    """Returns the run-length code of a non-empty int32 [n]: values int32 [runs] and lengths uint32 [runs]."""
     changes = (values[1:] != values[:-1]).nonzero()[0]
     ends = np.empty(len(changes) + 1, np.int64)
     ends[:-1], ends[-1] = changes + 1, len(values)
@@ -67,7 +67,7 @@ def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
 
 
 def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
-    """int32 [count] from its run-length code; the total is compared before anything is expanded."""
+    """Returns int32 [count] from its run-length code; compares the total before it expands anything."""
     num_runs = len(lengths) // 4
     if num_runs > count:
         raise ContractError(
@@ -82,7 +82,7 @@ def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArra
 
 
 def expert_planes(expert_ids: NDArray[Any]) -> Iterator[memoryview]:
-    """The bytes of [S-1, L, K] layer by layer, [S-1, K] each; a part is valid until the next is asked for."""
+    """Yields the bytes of [S-1, L, K] layer by layer, [S-1, K] each; a part is valid until the next is asked for."""
     words = _as_words(expert_ids)
     plane = np.empty((len(words), words.shape[2]), words.dtype)
     data = memoryview(plane.reshape(-1).view(np.uint8))
@@ -93,7 +93,7 @@ def expert_planes(expert_ids: NDArray[Any]) -> Iterator[memoryview]:
 
 
 def read_expert_planes(data: Buffer, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A fresh, contiguous [S-1, L, K] array of `dtype` from the bytes of [L, S-1, K]."""
+    """Returns a fresh, contiguous [S-1, L, K] array of `dtype` from the bytes of [L, S-1, K]."""
     num_rows, num_layers, top_k = shape
     demand_length(data, math.prod(shape) * dtype.itemsize, "expert_ids")
     planes = np.frombuffer(data, dtype.newbyteorder("<")).reshape(num_layers, num_rows, top_k)
@@ -103,14 +103,16 @@ def read_expert_planes(data: Buffer, shape: tuple[int, int, int], dtype: np.dtyp
 
 
 def _as_words(array_ABK: NDArray[Any]) -> NDArray[Any]:
-    """Little-endian [A, B, n] in words as wide as the bytes of a row allow: several times faster to transpose."""
+    """Returns little-endian [A, B, n] in words as wide as the bytes of a row allow: several times faster to
+    transpose."""
     little = np.ascontiguousarray(array_ABK, array_ABK.dtype.newbyteorder("<"))
     row_bytes = little.shape[2] * little.itemsize
     return little.view(f"u{math.gcd(row_bytes, 8)}")
 
 
 def pack_kept_ids(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> memoryview:
-    """Byte planes [4, nnz] of the differences within each row (the first id of a row stands as it is)."""
+    """Packs ids into byte planes [4, nnz] of the differences within each row (the first id of a row stands as it
+    is)."""
     deltas = ids.copy()
     deltas[1:] -= ids[:-1]
     row_starts = offsets[:-1][offsets[1:] > offsets[:-1]]
@@ -119,7 +121,8 @@ def pack_kept_ids(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> memoryv
 
 
 def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 [nnz]. Modulo 2^32 and so exact for any content: what is wrong stays wrong for the invariants to find."""
+    """Returns int32 [nnz]. Computes modulo 2^32, so it is exact for any content: a wrong id stays wrong for the
+    invariants to find."""
     count = int(offsets[-1])
     demand_length(data, 4 * count, "kept.ids")
     planes = np.frombuffer(data, np.uint8).reshape(4, count)
@@ -132,5 +135,5 @@ def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]
 
 
 def _as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """uint8 [n, itemsize] of a flat array, least significant byte first."""
+    """Returns uint8 [n, itemsize] of a flat array, least significant byte first."""
     return np.frombuffer(array_bytes(array), np.uint8).reshape(-1, array.itemsize)

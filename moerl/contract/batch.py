@@ -18,18 +18,22 @@ from moerl.contract.trajectory import KeptSets, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
-    """One trajectory with what the algorithm attached to it. advantages: float32 [S], 0 where not trained on."""
+    """One trajectory with what the algorithm attached to it."""
 
     trajectory: Trajectory
+    """The tokens, with their routing and kept sets."""
     advantages: NDArray[np.float32]
+    """float32 [S]; 0 on tokens that are not trained on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextSample:
-    """One supervised sequence. token_ids: int32 [S]; loss_mask: bool [S], True on tokens to be learned."""
+    """One supervised sequence."""
 
     token_ids: NDArray[np.int32]
+    """int32 [S]."""
     loss_mask: NDArray[np.bool_]
+    """bool [S]; True on tokens to be learned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,47 +41,53 @@ class Microbatch:
     """Packed (THD) sequences, one forward pass, whole or one rank's share of it (`moerl.contract.shares`).
 
     Pad rows stand at the end of their sequence or form a last sequence of their own, with `loss_mask` False. In a share
-    T counts the rows of this rank, `cu_seqlens` and `rollout_keys` stay those of the whole microbatch, and
-    `expert_ids` and `routing_checksums` hold this rank's routing rows and layers.
-
-    input_ids, target_ids, position_ids: int64 [T]. cu_seqlens: int32 [N + 1], pad sequence included.
-    loss_mask: bool [T]; True where the target was sampled (or is to be learned).
-    is_pad: bool [T].
-    advantages, rollout_logprobs, temperatures: float32 [T] (zeros, zeros, ones without trajectories).
-    versions: int64 [T]; weight version that sampled the target, -1 where it was not sampled.
-    kept: CSR over T rows; truncated: bool [T], True where the target was drawn from a listed kept set.
-    expert_ids: uint8/uint16 [T, L, K] or None (no replay); pad rows hold distinct, spread ids.
-    routed: bool [T]; False where the row's routing was not captured and the trainer's own router decides.
-    sample_index: int32 [T]; index of the row's sample in the batch handed to the packer, -1 on pad rows.
-    routing_checksums: uint64 [L] or None; the salted checksum per MoE layer over captured rows, computed from the
-        trajectories before packing (`moerl.contract.routing`).
-    rollout_keys: uint64 [N]; salt of each sequence, 0 for the pad sequence.
-    prefix_of: int32 [N], for each sequence the earlier one whose rows come before its own, or -1; None where no rows
-        are shared. A prefix has none itself, and positions go on from it.
-    context_checksum, kept_checksum: of the tokens that sequences attend to and of kept sets, of the whole microbatch,
-        computed from the trajectories before packing (`moerl.contract.batch_checksums`).
+    T counts the rows of this rank, `cu_seqlens` and `rollout_keys` stay those of the whole microbatch, and `expert_ids`
+    and `routing_checksums` hold this rank's routing rows and layers.
     """
 
     input_ids: NDArray[np.int64]
+    """int64 [T]; 0 on pad rows."""
     target_ids: NDArray[np.int64]
+    """int64 [T]; the token after each input, 0 on pad rows."""
     position_ids: NDArray[np.int64]
+    """int64 [T]; go on from the prefix of the row's sequence (`prefix_of`)."""
     cu_seqlens: NDArray[np.int32]
+    """int32 [N + 1]; first row of each sequence and the end, pad sequence included."""
     loss_mask: NDArray[np.bool_]
+    """bool [T]; True where the target was sampled (or is to be learned)."""
     is_pad: NDArray[np.bool_]
+    """bool [T]; True on rows without a token of a sample."""
     advantages: NDArray[np.float32]
+    """float32 [T]; zeros without trajectories."""
     rollout_logprobs: NDArray[np.float32]
+    """float32 [T], nats; zeros without trajectories."""
     versions: NDArray[np.int64]
+    """int64 [T]; weight version that sampled the target, -1 if it was not sampled."""
     temperatures: NDArray[np.float32]
+    """float32 [T]; ones without trajectories."""
     kept: KeptSets
+    """CSR over T rows."""
     truncated: NDArray[np.bool_]
+    """bool [T]; True where the target was drawn from a listed kept set."""
     sample_index: NDArray[np.int32]
+    """int32 [T]; index of the row's sample in the batch handed to the packer, -1 on pad rows."""
     routed: NDArray[np.bool_]
+    """bool [T]; False where the row's routing was not captured and the trainer's own router decides."""
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """uint8/uint16 [T, L, K], pad rows hold distinct, spread ids; None without replay."""
     routing_checksums: NDArray[np.uint64] | None = None
+    """uint64 [L]; the salted checksum per MoE layer over captured rows, computed from the trajectories before packing
+    (`moerl.contract.routing`). None without replay."""
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """uint64 [N]; salt of each sequence, 0 for the pad sequence."""
     prefix_of: NDArray[np.int32] | None = None
+    """int32 [N]; for each sequence the earlier one whose rows come before its own, or -1. A prefix has none itself.
+    None if no rows are shared."""
     context_checksum: int = 0
+    """Checksum over the tokens that sequences of the whole microbatch attend to, computed from the trajectories before
+    packing (`moerl.contract.batch_checksums`)."""
     kept_checksum: int = 0
+    """Checksum over the kept sets of the whole microbatch, computed from the trajectories likewise."""
 
     @property
     def num_rows(self) -> int:
@@ -92,15 +102,14 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """Totals of a batch of one optimizer step, over all microbatches and ranks.
-
-    num_tokens: trained tokens. num_sequences: sequences with at least one trained token. facts: further numbers about
-    the whole batch that the algorithm wants to know, finite, by name.
-    """
+    """Totals of a batch of one optimizer step, over all microbatches and ranks."""
 
     num_tokens: float
+    """Trained tokens."""
     num_sequences: float
+    """Sequences with at least one trained token."""
     facts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Further numbers about the whole batch that the algorithm needs, finite, by name."""
 
     @classmethod
     def of(cls, batches: Iterable[Microbatch]) -> BatchTotals:
@@ -112,11 +121,11 @@ class BatchTotals:
         return cls(float(num_tokens), float(num_sequences))
 
     def numbers(self) -> dict[str, float]:
-        """All of it, by name."""
+        """Returns all totals and facts by name."""
         return {**self.facts, "num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
 
     @classmethod
     def read(cls, numbers: Mapping[str, float]) -> BatchTotals:
-        """From `numbers`."""
+        """Restores the totals from what `numbers` returned."""
         facts = dict(numbers)
         return cls(facts.pop("num_tokens"), facts.pop("num_sequences"), facts)

@@ -1,4 +1,4 @@
-"""Salted checksums over what is packed beside routing: the tokens that sequences attend to, and kept sets.
+"""Salted checksums over what is packed besides routing: the tokens that sequences attend to, and kept sets.
 
 Modulo 2^64, with `mix`, `rollout_key` and primes of `moerl.contract.routing`:
 
@@ -35,18 +35,19 @@ class Recorded:
     """One sequence as it was recorded, however it is packed."""
 
     key: int
-    """Its salt."""
+    """Salt of the sequence (`moerl.contract.routing.rollout_key`)."""
 
     tokens: NDArray[np.integer]
-    """int [n]; what it attends to, from position 0 on."""
+    """int [n]; the tokens that the sequence attends to, from position 0 on."""
 
     kept: KeptSets
-    """The sets of its tokens by position; no rows if nothing is scored."""
+    """Kept sets of the tokens by position; no rows if nothing is scored."""
 
     num_shared: int = 0
-    """So many of the first tokens stand in the sequence of salt `shared_key`."""
+    """Number of first tokens that stand in the sequence of salt `shared_key` instead."""
 
     shared_key: int = 0
+    """Salt of the sequence that holds the shared tokens; 0 without any."""
 
 
 def context_checksum(sequences: Sequence[Recorded]) -> int:

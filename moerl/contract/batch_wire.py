@@ -47,40 +47,52 @@ _FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
 
 
 class RoutingMessage(WireStruct):
-    """Recorded routing of a share. checksums: uint64 [num_layers] as bytes; the expert ids follow the document."""
+    """Recorded routing of a share; the expert ids follow the document."""
 
     num_rows: int
+    """Routing rows of the share (r)."""
     num_layers: int
+    """MoE layers of the share (l)."""
     checksums: memoryview
+    """uint64 [l]."""
 
 
 class BatchMessage(WireStruct):
-    """Mirrors `Microbatch`; arrays are raw little-endian bytes.
-
-    ints: int32 [t] by name. floats: float32 [t] by name. flags: bits [t] by name. sample_index int32 [t]. kept_sizes
-    uint16 [t]. kept_ids: byte planes of differences. cu_seqlens int32 [N + 1]; rollout_keys uint64 [N]; prefix_of
-    int32 [N] or None. checksums: uint64 [2], of contexts and kept sets.
-    """
+    """Mirrors `Microbatch`; arrays are raw little-endian bytes."""
 
     num_rows: int
+    """Rows of the share (t)."""
     ints: dict[str, memoryview]
+    """int32 [t] by name."""
     floats: dict[str, memoryview]
+    """float32 [t] by name."""
     flags: dict[str, memoryview]
+    """Bits [t] by name."""
     sample_index: memoryview
+    """int32 [t]."""
     kept_sizes: memoryview
+    """uint16 [t]."""
     kept_ids: memoryview
+    """Byte planes of differences."""
     cu_seqlens: memoryview
+    """int32 [N + 1]."""
     rollout_keys: memoryview
+    """uint64 [N]."""
     prefix_of: memoryview | None
+    """int32 [N]; None if no rows are shared."""
     checksums: memoryview
+    """uint64 [2], of contexts and of kept sets."""
     routing: RoutingMessage | None
+    """None without replay."""
 
 
 class BatchesMessage(WireStruct):
     """The payload of a frame of microbatches."""
 
     facts: dict[str, float]
+    """Finite numbers by name, the same for all ranks."""
     batches: list[BatchMessage]
+    """Shares of one rank, in the order of the passes."""
 
 
 _DOCUMENT_BYTES = struct.Struct("<Q")
@@ -89,10 +101,10 @@ _decoder = msgspec.msgpack.Decoder(BatchesMessage)
 
 
 def encode_batches(batches: Sequence[Microbatch], facts: Mapping[str, float]) -> bytes:
-    """One frame of the microbatches, or shares of microbatches, in order.
+    """Returns one frame of the microbatches, or shares of microbatches, in order.
 
     Args:
-        facts: finite numbers by name that every rank needs beside its share, such as the tokens trained by all.
+        facts: finite numbers by name that every rank needs besides its share, such as the tokens trained by all.
     """
     document = _encoder.encode(
         BatchesMessage(
@@ -114,7 +126,7 @@ def encode_batches(batches: Sequence[Microbatch], facts: Mapping[str, float]) ->
 def decode_batches(
     frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS
 ) -> tuple[list[Microbatch], dict[str, float]]:
-    """The microbatches of a frame, checked against the model and themselves, and the facts sent along.
+    """Returns the microbatches of a frame, checked against the model and themselves, and the facts sent along.
 
     Raises:
         ContractError: With the reason code of the first thing found wrong.
@@ -134,7 +146,7 @@ def decode_batches(
 def share_frames(
     ranks: Sequence[Sequence[Microbatch]], layouts: Sequence[RankCoordinates], facts: Mapping[str, float]
 ) -> tuple[list[bytes], dict[str, float]]:
-    """One frame per trainer rank with its share and nothing else, and metrics of the routing in them.
+    """Returns one frame per trainer rank with its share and nothing else, and metrics of the routing in the frames.
 
     Args:
         ranks: whole microbatches of each data-parallel rank. layouts: of every trainer rank, in rank order.
@@ -146,7 +158,7 @@ def share_frames(
         frames.append(encode_batches(shares, facts))
         received.append(float(routing_bytes(shares)))
         own = own_routing_bytes(shares, layout)
-        # Where there are fewer sequences than ranks, some receive a few pad rows and need nothing.
+        # If there are fewer sequences than ranks, some receive a few pad rows and need nothing.
         excess += [received[-1] / own] if own else []
     if not excess:
         return frames, {}
@@ -177,7 +189,7 @@ def _message(batch: Microbatch) -> BatchMessage:
 
 
 def _routing_bytes(message: BatchMessage, spec: ModelSpec) -> int:
-    """Bytes of a microbatch's expert ids behind the document; its numbers are judged before they are used."""
+    """Returns the bytes of a microbatch's expert ids behind the document; checks its numbers before it uses them."""
     routing = message.routing
     if routing is None:
         return 0
@@ -236,7 +248,7 @@ def _routing(routing: RoutingMessage | None, data: memoryview, spec: ModelSpec) 
 
 
 def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
-    """Values that no packer writes are refused: the receiver computes on them unseen."""
+    """Refuses values that no packer writes: the receiver computes on them unseen."""
     vocabulary = f"in [0, {spec.vocab_size})"
     for name, ids in (("input_ids", batch.input_ids), ("target_ids", batch.target_ids), ("kept.ids", batch.kept.ids)):
         inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.vocab_size)
@@ -258,8 +270,8 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
 def _check_distinct(batch: Microbatch) -> None:
     """Refuses a row that repeats an expert: it would end one rank in a dispatcher and leave the others waiting for it.
 
-    Rows whose routing was not captured hold zeros. Which they are among the rows of a tensor-parallel rank is not known
-    here, so as many may as there are (the trainer looks at each, `moerl.trainer.replay_checks`).
+    Rows whose routing was not captured hold zeros. Which rows of a tensor-parallel rank they are is not known here, so
+    at most as many rows of zeros pass (the trainer looks at each, `moerl.trainer.replay_checks`).
     """
     if batch.expert_ids is None or batch.expert_ids.shape[2] == 1:
         return
@@ -271,7 +283,7 @@ def _check_distinct(batch: Microbatch) -> None:
 
 
 def _check_sequences(batch: Microbatch) -> None:
-    """`cu_seqlens` must rise from 0 to a multiple of the rows of this share."""
+    """Demands that `cu_seqlens` rises from 0 to a multiple of the rows of this share."""
     cu_seqlens = batch.cu_seqlens
     _demand(cu_seqlens[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "cu_seqlens", cu_seqlens[0], 0)
     rises = bool((np.diff(cu_seqlens) > 0).all())
@@ -287,7 +299,7 @@ def _check_sequences(batch: Microbatch) -> None:
 
 
 def _check_prefixes(prefix_of: NDArray[np.int32]) -> None:
-    """A prefix comes before those that share it, and has none itself."""
+    """Demands that a prefix comes before the sequences that share it, and has none itself."""
     earlier = bool(((prefix_of >= -1) & (prefix_of < np.arange(len(prefix_of)))).all())
     _demand(earlier, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "-1 or an earlier sequence")
     plain = bool((prefix_of[prefix_of[prefix_of >= 0]] < 0).all())

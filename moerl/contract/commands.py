@@ -1,7 +1,7 @@
-"""Typed messages between the controller and worker ranks, no pickle. Torch-free; any process.
+"""Typed messages between the controller and trainer ranks, no pickle. Torch-free; any process.
 
-A command may be followed by a frame (`moerl.contract.batch_wire`), a byte string of its own. Arrays travel as their
-bytes with dtype and shape, which are compared before anything is built.
+Most commands stand for the method of `Trainer` of the same name. A frame (`moerl.contract.batch_wire`) may follow a
+command. Arrays travel as bytes with dtype and shape, which are compared before anything is built.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ class Command(msgspec.Struct, tag=True, tag_field="do", forbid_unknown_fields=Tr
 
 
 class Start(Command):
-    """The first: joins the other ranks. config: the resolved configuration, JSON. rendezvous: where ranks meet,
-    ``file://`` or ``tcp://``. local_ranks: that see the same GPUs, this one included."""
+    """The first command: the rank joins the other ranks."""
 
     config: str
+    """The resolved configuration, JSON."""
     rank: int
+    """Number of the receiving rank, from 0."""
     rendezvous: str
+    """Place where the ranks meet, ``file://`` or ``tcp://``."""
     local_ranks: int
+    """Ranks that see the same GPUs, this one included."""
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A numpy array, little-endian."""
-
     dtype: Dtype
+    """Name of the numpy dtype."""
     shape: tuple[int, ...]
+    """Sizes of all axes."""
     data: bytes
+    """The elements, little-endian, in C order."""
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Self:
@@ -63,14 +67,16 @@ class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ReceiverAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Address at which the process of an engine takes buckets of weights."""
+    """Address at which an engine's process receives buckets of weights."""
 
     host: str
+    """Name or address of the machine, as senders reach it."""
     port: int
+    """TCP port."""
     key: bytes
     """Both sides prove that they know it."""
     shares_memory: bool
-    """Senders are on its machine: it reads their memory. Else tensors go over the connection."""
+    """True if senders are on the receiver's machine: it reads their memory. Else tensors go over the connection."""
 
     def __repr__(self) -> str:
         return f"ReceiverAddress(host={self.host!r}, port={self.port})"
@@ -88,51 +94,61 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Build(Command):
-    """receiver: of the engine's process, for senders that push weights there; None if they reach the engine in another
-    way, and without an engine."""
-
     stage: Stage
+    """As in `Trainer.build`."""
     model: str
+    """Path of a Hugging Face directory."""
     spec: ModelSpec
+    """The model facts that engines and trainer agreed on."""
     receiver: ReceiverAddress | None = None
+    """Address of the engine's receiver, for senders that push weights there; None if they reach the engine in another
+    way, and without an engine."""
 
 
 class Load(Command):
-    """Followed by this rank's frame. number: of the minibatch, from 0; 0 forgets the batch before."""
+    """This rank's share of one minibatch; its frame follows the command."""
 
     number: int
+    """Number of the minibatch, from 0; 0 forgets the batch before."""
 
 
 class Score(Command):
     minibatch: int
+    """Number of a loaded minibatch, from 0."""
     enforce: bool
+    """True if tokens go to the recorded experts; False leaves the choice to the router."""
     prove: bool
+    """True if the proof of routing is wanted."""
     full: bool
+    """True if scores over the full vocabulary are wanted, too."""
 
 
 class Prepare(Command):
     minibatch: int
+    """As in `Score`."""
     prove: bool
+    """As in `Score`."""
 
 
 class Step(Command):
-    """advantages: float32, one per sample of the minibatch, in place of those in its frame."""
-
     minibatch: int
+    """As in `Score`."""
     prove: bool
+    """As in `Score`."""
     advantages: Array | None = None
+    """float32, one per sample of the minibatch, in place of those in its frame; None keeps those."""
 
 
 class Trace(Command):
-    """After a proof that failed: of the pass that it failed in."""
-
     microbatch: int
+    """Index of the microbatch to trace, from 0."""
 
 
 class Publish(Command):
     """Senders push this version to receivers whose updates are open."""
 
     version: int
+    """Policy version of the weights."""
     dtypes: dict[str, str] | None
     """Dtypes of the engine for checksums, as in `CheckedSink.held_dtypes`; None if no checksums are wanted."""
     targets: tuple[Target, ...] = ()
@@ -140,62 +156,70 @@ class Publish(Command):
 
 
 class Hold(Command):
-    """From now on this version is what senders keep for servers that come late."""
-
     version: int
+    """Policy version that senders keep from now on for servers that come late."""
 
 
 class Resend(Command):
-    """Senders send what they keep, which is this version, to servers whose updates are open."""
+    """Senders send the version that they keep to servers whose updates are open."""
 
     version: int
+    """Policy version that senders keep."""
     targets: tuple[Target, ...]
+    """The servers."""
 
 
 class GiveBack(Command):
-    """Memory that an update alone needs goes back to the device, before servers take it. stage: copy the state for the
-    next `Save` before, while the weights are there."""
-
     stage: bool
+    """True if the state for the next `Save` is copied first, while the weights are on the device."""
 
 
 class UseOfDevice(Command):
-    """Peaks of the device's memory since the last time."""
+    """Question for the peaks of the device's memory since the last time."""
 
 
 class Profile(Command):
-    """step: whose trace begins now, on rank 0; 0 ends and writes it."""
-
     step: int
+    """Step whose trace begins now, on rank 0; 0 ends the trace and writes it."""
 
 
 class Save(Command):
     checkpoint: str
+    """Name of the checkpoint."""
     state: dict[str, Any]
+    """The controller's part of the checkpoint, plain JSON."""
     corrupt: list[str]
+    """Names of older checkpoints that do not count as kept."""
 
 
 class PollSave(Command):
     wait: bool
+    """True if the reply waits until no checkpoint is in flight."""
 
 
 class Restore(Command):
     checkpoint: str
+    """Path of a checkpoint."""
 
 
 class Export(Command):
     folder: str
+    """Path of the directory to write."""
     like: str
+    """Path of a Hugging Face directory whose config and tokenizer are copied."""
 
 
 class Rewrite(Command):
     model: str
+    """Path of the model's Hugging Face directory."""
     checkpoint: str
+    """Path of a checkpoint of the SFT stage."""
     folder: str
+    """Path of the directory to write."""
 
 
 class Close(Command):
-    """The last."""
+    """The last command."""
 
 
 AnyCommand = (
@@ -222,15 +246,22 @@ AnyCommand = (
 
 
 class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Mirrors `PassReport`, of one rank."""
+    """The `PassReport` of one rank."""
 
     rows: Array
+    """`rows_RC`."""
     loss_sum: float | None
+    """As in `PassReport`."""
     rows_verified: int
+    """As in `PassReport`."""
     load: Array
+    """`load_LE`."""
     agreement: Array
+    """`agreement_LS`."""
     live_rows: Array
+    """`live_rows_L`."""
     update: UpdateReport | None
+    """As in `PassReport`."""
 
     @classmethod
     def of(cls, report: PassReport) -> Self:
@@ -257,17 +288,26 @@ class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """An error of a rank. kind: name of its class in `moerl.errors`; of another error, "" and `what` names it."""
+    """An error of a rank."""
 
     kind: str
+    """Name of the error's class in `moerl.errors`; empty for any other error, which `what` names."""
     what: str
+    """As in `MoerlError`."""
     seen: str | None = None
+    """As in `MoerlError`."""
     expected: str | None = None
+    """As in `MoerlError`."""
     remedy: str = ""
+    """As in `MoerlError`; may be empty."""
     notes: tuple[str, ...] = ()
+    """Notes that were added to the error."""
     reason: str = ""
+    """Code of a `ContractError`, else empty."""
     field: str = ""
+    """Field of a `ContractError`, else empty."""
     microbatch: int = -1
+    """As in `UnprovedError`, else -1."""
 
     @classmethod
     def of(cls, error: Exception) -> Self:
@@ -290,7 +330,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         )
 
     def error(self, rank: int, command: str) -> MoerlError:
-        """The same error, of the rank that it names."""
+        """Returns the same error, which names the rank."""
         error = self._error(rank, command)
         for note in self.notes:
             error.add_note(note)
@@ -313,24 +353,33 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Reply of one rank to one command. progress: microbatches begun, and of how many, while the command goes on; such
-    a reply is not the last. peak_rss_bytes: of the rank's process. notes, shares_prompts: in the reply to `Build`, what
-    a user should know about the rank's device, and whether the rank shares prompts. checksums: in the reply to
-    `Publish`, by name of the tensors that the rank sent; None if none was wanted. failed: servers that are out of the
-    update, by key, and why."""
+    """Reply of one rank to one command."""
 
     progress: tuple[int, int] | None = None
+    """Microbatches begun, and of how many, while the command goes on: such a reply is not the last. None in the
+    last."""
     failure: Failure | None = None
+    """The error that ended the command; None if it succeeded."""
     coordinates: RankCoordinates | None = None
+    """Set in the reply to `Build`."""
     report: RankPassReport | None = None
+    """Set in replies to `Score`, `Prepare` and `Step`."""
     tables: tuple[Array, ...] = ()
+    """int64, columns `WORDS`, in the reply to `Trace`: rows dispatched, and rows recorded if there are any."""
     metrics: dict[str, float] = {}
+    """Metrics of `Publish`, by name."""
     device: DeviceUse | None = None
+    """Set in the reply to `UseOfDevice`; None on CPUs."""
     peak_rss_bytes: int = 0
+    """Peak resident memory of the rank's process."""
     notes: list[str] = []
+    """Notes for the user about the rank's device, in the reply to `Build`."""
     shares_prompts: bool = False
+    """True if the rank shares prompts, in the reply to `Build`."""
     checksums: dict[str, int | None] = {}
+    """Checksums of the tensors that the rank sent, by name, in the reply to `Publish`; None if none were wanted."""
     failed: dict[str, str] = {}
+    """Servers that are out of the update, by key, with the reason."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,17 +34,17 @@ _SHOWN_BITS = 256
 
 
 def is_int(value: object) -> bool:
-    """True for Python and numpy integers, not for booleans."""
+    """Returns True for Python and numpy integers, not for booleans."""
     return type(value) in _INTEGERS
 
 
 def is_number(value: object) -> bool:
-    """True for integers and for floats that float64 holds."""
+    """Returns True for integers and for floats that float64 holds."""
     return type(value) in _NUMBERS
 
 
 def is_finite(value: Any) -> bool:
-    """True for a number that float64 holds."""
+    """Returns True for a number that float64 holds."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond float64
@@ -52,7 +52,7 @@ def is_finite(value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value for a message: what it is where that is short and safe to write, otherwise its type."""
+    """Returns a value for a message: the value itself if it is short and safe to write, otherwise its type."""
     if type(value) is int and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     if type(value) is str and len(value) > MAX_TEXT_BYTES:
@@ -106,7 +106,7 @@ def demand_text(value: object, name: str) -> None:
 
 def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: NDArray[Any], expected: str) -> None:
     """Raises `ContractError` naming the first index at which `bad` is True, and how many there are."""
-    if not np.count_nonzero(bad):  # several times faster than any() where arrays are short
+    if not np.count_nonzero(bad):  # several times faster than any() for short arrays
         return
     index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
     where = index[0] if len(index) == 1 else index

@@ -2,8 +2,8 @@
 
 With `dump_columns` and `parquet` the only modules of the contract that need pyarrow. Columns are flat and typed, so
 that pandas and DuckDB read them without moerl; reading them back with moerl is exact: the whole file is under a digest
-(`moerl.contract.seals`), pages have checksums of their own, and every invariant is checked again. Trusted with nothing:
-a dump is data, never code.
+(`moerl.contract.seals`), pages have checksums of their own, and every invariant is checked again. A dump is
+data, never code.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_parquet(
     """Writes a dump; the file appears whole or not at all.
 
     Args:
-        path: Target; replaced where it exists.
+        path: Target; replaced if it exists.
         trajectories: At least one.
         texts: Decoded response per trajectory for a column `text`, for people.
         prompts: Decoded prompt per trajectory for a column `prompt`, for people.
@@ -93,7 +93,7 @@ def write_parquet(
             field="trajectories",
             seen=", ".join([f"{len(trajectories)} trajectories", *lengths]),
             expected="at least one trajectory, and a text for each or no texts",
-            remedy="skip the dump where there is nothing to write",
+            remedy="skip the dump if there is nothing to write",
         )
     for column in for_people.values():
         for text in column:
@@ -110,7 +110,7 @@ def write_parquet(
 
 
 def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[Trajectory]:
-    """The trajectories of a dump, exact and checked again.
+    """Returns the trajectories of a dump, exact and checked again.
 
     Args:
         max_bytes: The most to accept, as a file and decoded; reading takes at most four times as much. A small file
@@ -267,7 +267,7 @@ def _table(trajectories: Sequence[Trajectory], for_people: dict[str, Sequence[st
 
 
 def _list_column(arrays: Sequence[np.ndarray | None], dtype: type | None = None) -> pa.ListArray:
-    """A list column from flat arrays; None becomes null."""
+    """Returns a list column of flat arrays; None becomes null."""
     present = [array for array in arrays if array is not None]
     values = np.concatenate(present) if present else np.zeros(0, dtype)
     lengths = [0 if array is None else len(array) for array in arrays]
@@ -305,7 +305,7 @@ def _read_group(file: pq.ParquetFile, group: int) -> Iterator[Trajectory]:
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    """One row of Arrow scalars as a checked trajectory."""
+    """Returns one row of Arrow scalars as a checked trajectory."""
     arrays = {name: _array(row[name]) for name in ARRAYS}
     spec = ModelSpec(**{name: row[name].as_py() for name in SPEC})
     shape = (len(arrays["token_ids"]) - 1, spec.num_moe_layers, spec.experts_per_token)
@@ -339,7 +339,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _array(scalar: Any) -> np.ndarray:
-    """A fresh array of one list value; null elements would become floats and are refused by their dtype."""
+    """Returns a fresh array of one list value; null elements would become floats, whose dtype is refused later."""
     return np.array(scalar.values.to_numpy(zero_copy_only=False))
 
 

@@ -20,7 +20,8 @@ _PLAIN, _TEXT, _LIST, _MAP, _NOT_OURS = range(5)
 
 
 def _heads() -> tuple[tuple[int, int, int], ...]:
-    """For each first byte: the form of the value, the size it says itself, and in how many more bytes the size follows.
+    """Returns for each first byte: the form of the value, the size that the byte states, and in how many more bytes the
+    size follows.
 
     Sizes are bytes behind the head, elements of a list, pairs of a map. Extensions and 0xc1 are not ours.
     """
@@ -59,7 +60,7 @@ def check_document(document: memoryview, max_values: int) -> None:
 
 
 class _Look:
-    """Walks over a document; keeps nothing of it but the keys of the maps it is in."""
+    """A walk over a document; it keeps nothing of it but the keys of the maps that the walk is in."""
 
     def __init__(self, document: memoryview, max_values: int) -> None:
         self._document = document
@@ -67,7 +68,8 @@ class _Look:
         self._count(1)
 
     def behind(self, offset: int, depth: int) -> int:
-        """Looks at the value that begins at `offset`; the offset behind it. `IndexError` where there is none."""
+        """Looks at the value that begins at `offset`, and returns the offset behind it. Raises `IndexError` if there is
+        none."""
         form, size, width = _HEADS[self._document[offset]]
         start = offset + 1 + width
         if width:

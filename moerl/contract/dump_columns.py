@@ -1,4 +1,4 @@
-"""The columns of a Parquet dump: names, types, what of a trajectory stands in each. For `moerl.contract.disk`."""
+"""The columns of a Parquet dump: names, types, and the part of a trajectory in each. For `moerl.contract.disk`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ REQUIRED = (*SCALARS, "turns", *ARRAYS)
 
 
 def types_of(name: str) -> tuple[pa.DataType, ...]:
-    """The types that a column of this name may have; none where there is no such column."""
+    """Returns the types that a column of this name may have; none if there is no such column."""
     if name in SCALARS:
         return (SCALARS[name][0],)
     if name in ARRAYS:

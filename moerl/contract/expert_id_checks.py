@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 19
 
 
 def check_expert_ids(trajectory: TrajectoryFields) -> None:
-    """Range and distinctness of expert ids; rows that were not captured hold zeros and nothing else.
+    """Checks range and distinctness of expert ids; rows that were not captured hold zeros and nothing else.
 
     An MoE layer of zeros repeats expert 0 and is refused under its own reason. With K = 1 a layer that used expert 0
     throughout cannot be told from one that was never filled, and is accepted.
@@ -52,7 +52,8 @@ def check_expert_ids(trajectory: TrajectoryFields) -> None:
 
 
 def rows_are_distinct(expert_ids: NDArray[Any]) -> bool:
-    """True where the K ids of every row differ: all pairs compared, plane against plane, a cache-full at a time."""
+    """Returns True if the K ids of every row differ: all pairs compared, plane against plane, a cache-full at a
+    time."""
     top_k = expert_ids.shape[2]
     flat = expert_ids.reshape(-1, top_k)
     step = max(1, _CHUNK_BYTES // (top_k * flat.itemsize))

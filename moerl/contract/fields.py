@@ -20,21 +20,19 @@ MAX_KEPT_IDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The facts about a model that the contract needs; engines and trainer agree on them in a handshake.
-
-    num_moe_layers: L; dense layers are not counted.
-    experts_per_token: K.
-    num_experts: E, logical experts.
-    vocab_size: V, ids that may be sampled (padding rows of the embedding are not counted).
-    fingerprint: hash of the architecture and vocabulary size, not of the tokenizer; equal on both sides or the data is
-        refused.
-    """
+    """The facts about a model that the contract needs; engines and trainer agree on them in a handshake."""
 
     num_moe_layers: int
+    """L; dense layers are not counted."""
     experts_per_token: int
+    """K."""
     num_experts: int
+    """E, logical experts."""
     vocab_size: int
+    """V, ids that may be sampled (padding rows of the embedding are not counted)."""
     fingerprint: str = ""
+    """Hash of the architecture and vocabulary size, not of the tokenizer; equal on both sides or the data is
+    refused."""
 
     @property
     def expert_dtype(self) -> np.dtype[Any]:
@@ -44,19 +42,19 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens of one span were drawn.
-
-    temperature: > 0; 0 means greedy (a singleton kept set with log-prob 0; not trainable).
-    top_k: None with nothing else cut = full vocabulary; None with top_p < 1 or min_p > 0 means `MAX_KEPT_IDS`.
-    top_p: nucleus mass in (0, 1]. min_p: in [0, 1). Joint semantics: docs/data_contract.md.
-    seed: per-request seed; draws depend on seed and position alone.
-    """
+    """Parameters with which the tokens of one span were drawn. Joint semantics: docs/data_contract.md."""
 
     temperature: float = 1.0
+    """> 0; 0 means greedy (a singleton kept set with log-prob 0; not trainable)."""
     top_p: float = 1.0
+    """Nucleus mass in (0, 1]."""
     top_k: int | None = None
+    """1 to `MAX_KEPT_IDS`; None with nothing else cut = full vocabulary; None with top_p < 1 or min_p > 0 means
+    `MAX_KEPT_IDS`."""
     min_p: float = 0.0
+    """In [0, 1); 0 cuts nothing."""
     seed: int = 0
+    """Per-request seed, int64; draws depend on seed and position alone."""
 
     @property
     def is_greedy(self) -> bool:
@@ -64,12 +62,12 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        """True where the kept set can be smaller than the vocabulary."""
+        """True if the kept set can be smaller than the vocabulary."""
         return self.is_greedy or self.top_p < 1.0 or self.min_p > 0.0 or self.top_k is not None
 
     @property
     def effective_top_k(self) -> int | None:
-        """The finite top-k in force; None only where nothing is cut."""
+        """The finite top-k in force; None only if nothing is cut."""
         if not self.cuts:
             return None
         return MAX_KEPT_IDS if self.top_k is None else self.top_k
@@ -83,25 +81,36 @@ class TurnKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One span [start, end) of tokens; `sampling` is set where and only where `kind` is sampled."""
+    """One span [start, end) of tokens."""
 
     start: int
+    """First token."""
     end: int
+    """Token behind the last."""
     kind: TurnKind
+    """Origin of the tokens."""
     sampling: SamplingParams | None = None
+    """Set if and only if `kind` is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Origin of a trajectory. `rollout_id` is unique and the same for every attempt at the same rollout."""
+    """Origin of a trajectory."""
 
     rollout_id: str
+    """Unique; the same for every attempt at the same rollout."""
     prompt_id: str
+    """Id of the task's prompt, not empty."""
     group_id: str
+    """Id that all responses of a group share, not empty."""
     episode_id: str = ""
+    """Id that the trajectories of an episode share; empty if the trajectory is its own episode."""
     agent_id: str = ""
+    """Id of the agent in the episode; may be empty."""
     parent_rollout_id: str = ""
+    """Rollout that this one forks from; empty if it is no fork."""
     fork_at: int = -1
+    """Place of the fork, from 0; -1 if it is no fork."""
 
 
 class FinishReason(StrEnum):
@@ -112,17 +121,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """Ragged (CSR) kept sets: `ids[offsets[t]:offsets[t + 1]]` is the support from which token t was drawn.
-
-    offsets: int64 [S + 1], starts at 0, never falls, ends at nnz. ids: int32 [nnz], strictly ascending in a row.
-    """
+    """Ragged (CSR) kept sets: `ids[offsets[t]:offsets[t + 1]]` is the support from which token t was drawn."""
 
     offsets: NDArray[np.int64]
+    """int64 [S + 1]; starts at 0, never falls, ends at nnz."""
     ids: NDArray[np.int32]
+    """int32 [nnz]; strictly ascending in a row."""
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """int64 [S]: ids per row; 0 where nothing is listed."""
+        """int64 [S]: ids per row; 0 for rows that list nothing."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @classmethod
@@ -135,45 +143,48 @@ class TrajectoryFields:
     """The fields of one trajectory, as they came. Only `moerl.contract.trajectory.Trajectory` is checked.
 
     The trainer feeds tokens 0..S-2 and scores tokens 1..S-1; inputs and routing rows match one to one.
-
-    spec: the model facts the arrays are checked against.
-    lineage: ids. turns: spans in order, covering 0..S without gaps.
-    token_ids: int32 [S].
-    sampled: bool [S]; True where the policy sampled this token. sampled[0] is False.
-    rollout_logprobs: float32 [S], nats; log-prob of token t under the (tempered, truncated, renormalised)
-        distribution it was drawn from; 0 where not sampled.
-    kept_logmass: float32 [S], nats; log of the mass of the kept set under the full tempered distribution; 0 where
-        nothing was cut.
-    policy_versions: int32 [S]; weight version that sampled token t, -1 where not sampled.
-    expert_ids: uint8/uint16 [S-1, L, K]; row t = experts used for token t as an input.
-    routed: bool [S-1]; True where row t was really captured.
-    kept: kept sets per token; empty where not sampled or nothing was cut.
-    truncated: bool [S]; True where token t was drawn from a listed kept set.
-    rewards: named rewards, finite. scores: named float32 [S] side scores.
-    engine_id, attempt, timings: who made it, which try, seconds by stage.
     """
 
     spec: ModelSpec
+    """The model facts that the arrays are checked against."""
     lineage: Lineage
+    """Ids of rollout, prompt and group."""
     turns: tuple[Turn, ...]
+    """Spans in order, covering 0..S without gaps."""
     token_ids: NDArray[np.int32]
+    """int32 [S]."""
     sampled: NDArray[np.bool_]
+    """bool [S]; True where the policy sampled this token. sampled[0] is False."""
     rollout_logprobs: NDArray[np.float32]
+    """float32 [S], nats; log-prob of token t under the (tempered, truncated, renormalised) distribution it was drawn
+    from; 0 on tokens that were not sampled."""
     kept_logmass: NDArray[np.float32]
+    """float32 [S], nats; log of the mass of the kept set under the full tempered distribution; 0 if nothing was cut."""
     policy_versions: NDArray[np.int32]
+    """int32 [S]; weight version that sampled token t, -1 on tokens that were not sampled."""
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16]
+    """uint8/uint16 [S-1, L, K]; row t = experts used for token t as an input."""
     routed: NDArray[np.bool_]
+    """bool [S-1]; True where row t was really captured."""
     kept: KeptSets
+    """Kept sets per token; empty for tokens that were not sampled or for which nothing was cut."""
     truncated: NDArray[np.bool_]
+    """bool [S]; True where token t was drawn from a listed kept set."""
     finish_reason: FinishReason
+    """Reason for which sampling ended."""
     rewards: dict[str, float] = field(default_factory=dict)
+    """Named rewards, finite."""
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Named float32 [S] side scores, finite."""
     engine_id: str = ""
+    """Engine or server that sampled the rollout."""
     attempt: int = 0
+    """Attempts at the rollout before this one, from 0."""
     timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage, finite."""
 
     def __len__(self) -> int:
-        """S, the number of tokens."""
+        """Returns S, the number of tokens."""
         return len(self.token_ids)
 
     @property
@@ -182,7 +193,7 @@ class TrajectoryFields:
 
     @property
     def temperatures(self) -> NDArray[np.float32]:
-        """float32 [S]: temperature under which token t was drawn; 1 where not sampled."""
+        """float32 [S]: temperature under which token t was drawn; 1 on tokens that were not sampled."""
         out = np.ones(len(self), np.float32)
         for turn in self.turns:
             if turn.sampling is not None:

@@ -17,10 +17,10 @@ _MEND = "make room, or mend what is named, and go on from the last checkpoint"
 
 @contextmanager
 def writing(path: Path, remedy: str = _MEND) -> Iterator[None]:
-    """Names the file or folder that could not be written, in the place of an error of the operating system.
+    """Names the file or folder that could not be written, in place of an error of the operating system.
 
     Args:
-        remedy: what to do then, outside of a run that has checkpoints.
+        remedy: advice for the error, for writers outside of a run that has checkpoints.
 
     Raises:
         MoerlError: the file system refused.
@@ -38,7 +38,7 @@ def writing(path: Path, remedy: str = _MEND) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Names the file that could not be read, in the place of an error of the operating system.
+    """Names the file that could not be read, in place of an error of the operating system.
 
     Raises:
         MoerlError: the file system refused.
@@ -56,7 +56,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renames it to `path` when the block ends without an error.
+    """Yields a temporary path next to `path`; renames it to `path` when the block ends without an error.
 
     Args:
         mode: permissions, less the umask; the temporary file has them from the first moment.
@@ -71,7 +71,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
             os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        # Of a full disk the system names no file, and the temporary one tells nobody anything.
+        # The system names no file for a full disk, and the name of the temporary one helps nobody.
         if error.errno is not None and error.filename in (None, str(temporary)):
             error.filename = str(path)
             if error.filename2 is not None:
@@ -80,7 +80,8 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Gives a folder, whose files are on the disk, its name, in place of what had it; the name is on the disk, too."""
+    """Gives a folder, whose files are on the disk, its name, and removes what had that name before; the new name is on
+    the disk, too."""
     for place, _, _ in os.walk(partial):
         sync(Path(place))
     remove(folder)
@@ -103,8 +104,8 @@ def discard(path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line, which is on the disk then. A last line without an end, which a full disk or a crash has left, is
-    cut off first.
+    """Appends a line, which is on the disk on return. First cuts off a last line without an end, which a full disk or a
+    crash has left.
 
     Raises:
         MoerlError: the file system refused.
@@ -120,8 +121,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def cut_back(file: int, size: int, end: int) -> None:
-    """Cuts off what an open file of this size has behind `end`; it is gone from the disk, too, before anything is
-    written there."""
+    """Cuts off what an open file of this size has behind `end`; the cut is on the disk, too, before anything is written
+    behind it."""
     if end < size:
         os.ftruncate(file, end)
         os.fsync(file)
@@ -129,16 +130,17 @@ def cut_back(file: int, size: int, end: int) -> None:
 
 def write_all(file: int, data: bytes) -> None:
     """Writes without a buffer, which would try again when the file is closed. A write that meets a limit may write a
-    part; the next one then says why."""
+    part; the next write then raises the reason."""
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
 
 
 def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path:
-    """A new folder `parent/name` holding `contents`, by file name; `name-2`, `name-3`... where it is taken.
+    """Writes a new folder `parent/name` with `contents`, by file name; `name-2`, `name-3`... if the name exists.
+    Returns its path.
 
-    The folder appears with all its files or not at all, and never replaces another, whoever else writes here.
+    The folder appears with all its files or not at all, and never replaces another, even if other processes write here.
     """
     parent.mkdir(parents=True, exist_ok=True)
     # Unlike those of tempfile, this folder and the file above follow the umask.
@@ -171,7 +173,7 @@ def _rename_to_free_name(temporary: Path, parent: Path, name: str) -> Path:
 
 
 def hash_file(path: Path) -> str:
-    """BLAKE2b of a file's content, hexadecimal."""
+    """Returns the BLAKE2b hash of a file's content, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 

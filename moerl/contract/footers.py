@@ -1,10 +1,10 @@
 """Descriptions that Parquet files give of themselves, read before pyarrow sees the file: rows, sizes and encodings of
 its columns, and sizes of its pages.
 
-pyarrow ends the process where some fields of a column's metadata contradict each other, and builds hundreds of bytes
+pyarrow ends the process if some fields of a column's metadata contradict each other, and builds hundreds of bytes
 for each. So the footer is read here first, with a bound on its values. It is a struct in Thrift's compact protocol; the
-numbers of fields are those of `parquet.thrift`. Headers of pages are read, too, without unpacking a page: what a
-column takes in memory is what its pages say, for pyarrow makes room for it. Any process; no pyarrow.
+numbers of fields are those of `parquet.thrift`. Headers of pages are read, too, without unpacking a page: a column
+takes as much memory as its pages state, for pyarrow makes room for that much. Any process; no pyarrow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_FOOTER_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 16 << 20
 """Largest header of a page. pyarrow's limit; it holds two values of the column."""
 _FIRST_BYTES = 4096
-"""Read of a header at first; few are longer."""
+"""Bytes of a header that are read at first; few headers are longer."""
 
 _MAX_DEPTH = 16
 _BYTE_ARRAY, _FIXED = 6, 7
@@ -37,48 +37,59 @@ _STOP, _TRUE, _FALSE, _BYTE, _SHORT, _LONG, _DOUBLE, _BINARY, _LIST, _SET, _STRU
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column of a row group. physical_type, encodings: as numbered by Parquet. num_values: of leaves, nulls too.
-
-    root: name of the column of the table that it is a part of. is_text: of texts or bytes of any length. width: bytes
-    of a value if all take the same and it is no plain number, else 0. start, packed_bytes: its pages in the file.
-    coded_values, dictionary_bytes: how many values its pages give by number, and the size of the dictionary; 0 in a
-    footer that was not measured.
-    """
+    """A column of a row group."""
 
     path: str
+    """Names from the table's column down to the leaf, joined by dots."""
     root: str
+    """Name of the table's column that the chunk is a part of."""
     physical_type: int
+    """Number of the type, as in Parquet."""
     is_text: bool
+    """True for texts or bytes of any length."""
     width: int
+    """Bytes of a value if all take the same and it is no plain number, else 0."""
     encodings: frozenset[int]
+    """Numbers of the encodings, as in Parquet."""
     num_values: int
+    """Values of leaves, nulls too."""
     uncompressed_bytes: int
+    """Bytes of all pages, unpacked."""
     start: int
+    """Byte of the file at which its pages begin."""
     packed_bytes: int
+    """Bytes of its pages in the file."""
     coded_values: int = 0
+    """Values that its pages give by their number in the dictionary; 0 in a footer that was not measured."""
     dictionary_bytes: int = 0
+    """Size of the dictionary; 0 in a footer that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
     num_rows: int
+    """Rows of the group."""
     columns: tuple[ColumnChunk, ...]
+    """One chunk per leaf of the schema, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """metadata: entries of the file, by key."""
+    """The description that a Parquet file gives of itself."""
 
     num_rows: int
+    """Rows of the file."""
     row_groups: tuple[RowGroup, ...]
+    """In the order of the file."""
     metadata: dict[bytes, bytes]
+    """Entries of the file, by key."""
 
 
 def read_footer(data: bytes) -> Footer:
-    """The footer of a Parquet file.
+    """Returns the footer of a Parquet file.
 
     Raises:
-        ValueError: it is none, lacks a field that is read here, or has more than `MAX_VALUES` values.
+        ValueError: it is no Parquet file, lacks a field that is read here, or has more than `MAX_VALUES` values.
     """
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < size + 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1":
@@ -96,10 +107,10 @@ def read_footer(data: bytes) -> Footer:
 
 
 def measured_footer(stream: BinaryIO) -> Footer:
-    """Reads the footer of a Parquet file, and takes for the size of a column that of its pages if that is larger.
+    """Reads the footer of a Parquet file; a column gets the size that its pages state, if that is larger.
 
     Raises:
-        ValueError: as `read_footer`, or the pages or row groups are not those that the footer tells of.
+        ValueError: as `read_footer`, or the pages or row groups are not those of the footer.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - 8))
@@ -151,7 +162,7 @@ def _measured(stream: BinaryIO, column: ColumnChunk, file_bytes: int) -> ColumnC
 
 
 def _page_header(stream: BinaryIO, at: int, end: int) -> tuple[dict[int, Any], int]:
-    """The header at a byte of the file, and how many bytes it takes."""
+    """Returns the header at a byte of the file, and how many bytes the header takes."""
     for most in (_FIRST_BYTES, _MAX_HEADER_BYTES):
         stream.seek(at)
         thrift = _Thrift(stream.read(min(most, end - at)))
@@ -191,31 +202,32 @@ def _column_chunk(fields: Any, leaf: dict[int, Any]) -> ColumnChunk:
 
 def _integer(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError("the footer holds no number where one should be")
+        raise ValueError("the footer lacks a number that should be there")
     return value
 
 
 def _bytes(value: Any) -> bytes:
     if type(value) is not bytes:
-        raise ValueError("the footer holds no text where one should be")
+        raise ValueError("the footer lacks a text that should be there")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError("the footer holds no list where one should be")
+        raise ValueError("the footer lacks a list that should be there")
     return value
 
 
 def _structs(value: Any) -> Iterator[dict[int, Any]]:
     for each in _list(value):
         if type(each) is not dict:
-            raise ValueError("the footer holds no struct where one should be")
+            raise ValueError("the footer lacks a struct that should be there")
         yield each
 
 
 class _Thrift:
-    """Reads values of the compact protocol, one after the other; a struct is a map from field numbers to values."""
+    """A reader of values of the compact protocol, one after the other; a struct is a map from field numbers to
+    values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

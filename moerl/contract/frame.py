@@ -44,13 +44,12 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """The most a receiver accepts of one frame.
-
-    max_frame_bytes: the frame as received. max_payload_bytes: the frame decompressed.
-    """
+    """The most that a receiver accepts of one frame."""
 
     max_frame_bytes: int = 1 << 30
+    """Bytes of the frame as received."""
     max_payload_bytes: int = 2 << 30
+    """Bytes of the frame decompressed."""
 
     @property
     def max_values(self) -> int:
@@ -62,9 +61,10 @@ DEFAULT_LIMITS = WireLimits()
 
 
 def pack_frame(parts: Iterable[Buffer], payload_bytes: int, kind: FrameKind) -> bytes:
-    """Compresses and seals a payload given in parts, of `payload_bytes` together; a part may be reused after its turn.
+    """Compresses and seals a payload given in parts, of `payload_bytes` together; a part may be overwritten once the
+    next is asked for.
 
-    A payload of hundreds of megabytes is never held in one piece.
+    A payload of hundreds of megabytes is never in memory in one piece.
     """
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True, write_content_size=True)
     stream = compressor.compressobj(size=payload_bytes)
@@ -78,7 +78,7 @@ def pack_frame(parts: Iterable[Buffer], payload_bytes: int, kind: FrameKind) -> 
 
 
 def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
-    """The payload of a frame.
+    """Returns the payload of a frame.
 
     Raises:
         ContractError: `frame_too_large`, `frame_truncated`, `frame_corrupt`, `schema_version_unknown` or
@@ -104,7 +104,7 @@ def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIM
 
 
 def is_whole(frame: Buffer) -> bool:
-    """Returns True for a frame that is as it was made, of any version and kind. Decompresses nothing."""
+    """Returns True for a frame whose bytes match its CRC, of any version and kind. Decompresses nothing."""
     if len(frame) < HEADER_BYTES:
         return False
     crc_seen, crc = _crcs(memoryview(frame))
@@ -112,7 +112,7 @@ def is_whole(frame: Buffer) -> bool:
 
 
 def _crcs(frame: memoryview) -> tuple[int, int]:
-    """The CRC that a frame states, and the one that it has."""
+    """Returns the CRC that a frame states, and the one of its bytes."""
     (stated,) = _CRC.unpack_from(frame, _PREFIX.size)
     return stated, zlib.crc32(frame[HEADER_BYTES:], zlib.crc32(frame[: _PREFIX.size]))
 

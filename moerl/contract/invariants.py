@@ -85,7 +85,7 @@ def check_trajectory(trajectory: TrajectoryFields) -> None:
 
 
 def check_rewards(rewards: dict[str, float]) -> None:
-    """Refuses rewards that break an invariant: what is checked where a checked trajectory gets them.
+    """Refuses rewards that break an invariant. Called when a checked trajectory gets new rewards.
 
     Raises:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long` or `value_not_finite`.
@@ -182,7 +182,8 @@ def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
 
 
 def _check_layout(trajectory: TrajectoryFields) -> None:
-    """Dtypes and shapes: every array is what the spec and the number of tokens say, before any content is read."""
+    """Refuses arrays whose dtype or shape is not what the spec and the number of tokens say, before any content is
+    read."""
     spec = trajectory.spec
     _demand_array(trajectory.token_ids, _INT32, (None,), "token_ids")
     num_tokens = len(trajectory.token_ids)
@@ -203,7 +204,7 @@ def _check_layout(trajectory: TrajectoryFields) -> None:
 
 
 def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
-    """`shape` may be (None,): one axis of any length."""
+    """Refuses a value that is no array of this dtype and shape; `shape` may be (None,): one axis of any length."""
     demand_type(value, np.ndarray, name)
     if value.dtype != dtype:
         raise ContractError(Reason.WRONG_DTYPE, field=name, seen=value.dtype, expected=dtype)
@@ -275,7 +276,7 @@ def _check_turns(trajectory: TrajectoryFields) -> None:
         Reason.TURN_KIND_DISAGREES,
         field="turns",
         values=says_sampled,
-        expected="sampled turns exactly where `sampled` is True",
+        expected="sampled turns for exactly the tokens with `sampled` True",
     )
 
 
@@ -308,11 +309,11 @@ def _check_logprobs(trajectory: TrajectoryFields) -> None:
 
     demand(~np.isfinite(logprobs), Reason.LOGPROB_NOT_FINITE, "rollout_logprobs", "finite")
     demand(logprobs > 0, Reason.LOGPROB_POSITIVE, "rollout_logprobs", "at most 0")
-    demand(~sampled & (logprobs != 0), Reason.LOGPROB_NOT_ZERO, "rollout_logprobs", "0 where not sampled")
+    demand(~sampled & (logprobs != 0), Reason.LOGPROB_NOT_ZERO, "rollout_logprobs", "0 on a token that was not sampled")
     demand(~np.isfinite(logmass), Reason.KEPT_MASS_NOT_FINITE, "kept_logmass", "finite")
     demand(logmass > 0, Reason.KEPT_MASS_POSITIVE, "kept_logmass", "at most 0")
     uncut = ~trajectory.truncated & (logmass != 0)
-    demand(uncut, Reason.KEPT_MASS_NOT_ZERO, "kept_logmass", "0 where nothing was cut")
+    demand(uncut, Reason.KEPT_MASS_NOT_ZERO, "kept_logmass", "0 on a token for which nothing was cut")
 
 
 def _check_version_values(trajectory: TrajectoryFields) -> None:
@@ -329,5 +330,5 @@ def _check_version_values(trajectory: TrajectoryFields) -> None:
         Reason.VERSION_NOT_SAMPLED,
         field="policy_versions",
         values=versions,
-        expected="-1 where not sampled",
+        expected="-1 on a token that was not sampled",
     )

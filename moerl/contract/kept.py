@@ -11,7 +11,7 @@ from moerl.contract.trajectory import KeptSets
 
 
 def concat_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
-    """The rows of all parts, in order, as one CSR pair. No parts give no rows."""
+    """Returns the rows of all parts, in order, as one CSR pair. No parts give no rows."""
     if not parts:
         return KeptSets.empty(0)
     lengths = np.concatenate([part.sizes for part in parts])
@@ -21,7 +21,7 @@ def concat_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
 
 
 def take_kept_sets(kept: KeptSets, rows: NDArray[np.integer]) -> KeptSets:
-    """The kept sets of `rows`, in that order. Raises IndexError for a row that is not there."""
+    """Returns the kept sets of `rows`, in that order. Raises IndexError for a row that is not there."""
     sizes = kept.sizes[rows]
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -30,7 +30,7 @@ def take_kept_sets(kept: KeptSets, rows: NDArray[np.integer]) -> KeptSets:
 
 
 def slice_kept_sets(kept: KeptSets, start: int, stop: int) -> KeptSets:
-    """Rows [start, stop) with offsets that start at 0 again; `ids` is a view.
+    """Returns rows [start, stop) with offsets that start at 0 again; `ids` is a view.
 
     Raises:
         IndexError: Not 0 <= start <= stop <= rows.

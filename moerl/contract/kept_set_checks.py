@@ -18,7 +18,7 @@ SINGLETON_LOGPROB_TOLERANCE = 1e-6
 
 
 def check_kept_sets(trajectory: TrajectoryFields) -> None:
-    """The CSR structure, the ids, and that each truncated token was drawn from its own kept set.
+    """Checks the CSR structure, the ids, and that each truncated token was drawn from its own kept set.
 
     Raises:
         ContractError: With the reason code of the first invariant that fails.
@@ -63,14 +63,14 @@ def _check_truncation(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) ->
         Reason.TRUNCATED_NOT_SAMPLED,
         field="truncated",
         values=truncated,
-        expected="False where not sampled",
+        expected="False on a token that was not sampled",
     )
     refuse_where(
         truncated & (largest == 0),
         Reason.TRUNCATED_UNDER_FULL_SAMPLING,
         field="truncated",
         values=truncated,
-        expected="False where the sampling parameters cut nothing",
+        expected="False if the sampling parameters cut nothing",
     )
     # With fewer ids allowed than the vocabulary has, something was cut: silence would read as "everything".
     refuse_where(
@@ -88,19 +88,19 @@ def _check_truncation(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) ->
         Reason.KEPT_SET_NOT_TRUNCATED,
         field="kept",
         values=sizes,
-        expected="no ids where not truncated",
+        expected="no ids for a token that is not truncated",
     )
     refuse_where(
         sizes > largest,
         Reason.KEPT_SET_TOO_LARGE,
         field="kept",
         values=sizes,
-        expected="at most the top-k of the turn (1 where greedy)",
+        expected="at most the top-k of the turn (1 if greedy)",
     )
 
 
 def _largest_kept_set(sampling: SamplingParams) -> int:
-    """The most ids a kept set may list; 0 where the parameters cut nothing."""
+    """Returns the most ids that a kept set may list; 0 if the parameters cut nothing."""
     return 1 if sampling.is_greedy else sampling.effective_top_k or 0
 
 

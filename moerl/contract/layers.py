@@ -19,16 +19,16 @@ from moerl.errors import ContractError, EngineError
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """The columns of `expert_ids` to take.
-
-    num_reported: columns that every record must have. columns: those of the MoE layers, in order.
-    """
+    """The columns of an engine's `expert_ids` to take."""
 
     num_reported: int
+    """Layers (columns) that every record must have."""
     columns: tuple[int, ...]
+    """Columns of the MoE layers, in order, from 0."""
 
     def of(self, record: RolloutRecord) -> RolloutRecord:
-        """The record with the MoE layers' columns alone; values that hold no such table are the contract's affair.
+        """Returns the record with the MoE layers' columns alone. Leaves values without such a table as they are: the
+        contract checks them later.
 
         Raises:
             ContractError: the expert ids are not of the announced number of layers.

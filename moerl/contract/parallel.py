@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 
 def smallest_data(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
-    """The smallest data-parallel size with which expert groups fill a pipeline stage."""
+    """Returns the smallest data-parallel size with which expert groups fill a pipeline stage."""
     cell = expert * expert_tensor
     return cell // math.gcd(cell, tensor * context)
 
 
 def stage_layers(num_layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
-    """Layers of each pipeline stage, all its chunks together.
+    """Returns the number of layers of each pipeline stage, all its chunks together.
 
     As even as can be: stages differ by one layer at most. The layers that are left over go to the stages just before
     the last one: that one has the head and its logits to work on, the first one the embedding and, in a 1F1B schedule,
     the activations of most microbatches.
 
     Args:
-        num_layers: at least `pipeline`; a multiple of pipeline x virtual_pipeline where chunks are interleaved.
+        num_layers: at least `pipeline`; a multiple of pipeline x virtual_pipeline if chunks are interleaved.
     """
     even = virtual_pipeline > 1
     if num_layers < pipeline or (even and num_layers % (pipeline * virtual_pipeline)):
@@ -38,18 +38,22 @@ def stage_layers(num_layers: int, pipeline: int, virtual_pipeline: int = 1) -> l
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Parallel sizes of the trainer, all of them decided; the words are those of `ParallelConfig`.
-
-    virtual_pipeline: model chunks per pipeline stage.
-    """
+    """Parallel sizes of the trainer, all of them decided; the words are those of `ParallelConfig`."""
 
     tensor: int = 1
+    """TP; ranks that share each dense layer."""
     pipeline: int = 1
+    """Stages."""
     virtual_pipeline: int = 1
+    """Model chunks per pipeline stage."""
     context: int = 1
+    """CP; ranks that share each sequence."""
     expert: int = 1
+    """EP; ranks among which experts are divided."""
     expert_tensor: int = 1
+    """ETP; ranks that share each expert."""
     data: int = 1
+    """Groups of ranks, each with microbatches of its own."""
 
     @property
     def world_size(self) -> int:
@@ -81,7 +85,8 @@ class ParallelDims:
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def layers_of_stage(self, num_layers: int, stage: int) -> list[int]:
-        """Decoder layers of a pipeline stage, from 0, chunk after chunk: interleaving deals chunks out in turn."""
+        """Returns the decoder layers of a pipeline stage, from 0, chunk after chunk: interleaving deals chunks out in
+        turn."""
         counts = stage_layers(num_layers, self.pipeline, self.virtual_pipeline)
         if self.virtual_pipeline == 1:
             start = sum(counts[:stage])
@@ -91,20 +96,20 @@ class ParallelDims:
         return [start + i for start in starts for i in range(per_chunk)]
 
     def ranks(self) -> list[RankCoordinates]:
-        """The coordinates of every rank, in rank order."""
+        """Returns the coordinates of every rank, in rank order."""
         return [RankCoordinates(self, rank) for rank in range(self.world_size)]
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """One trainer rank: its number, its coordinates in `dims`, and the MoE layers of its pipeline stage.
-
-    moe_layers: indices among the model's MoE layers, from 0, in the order of the layers; None for all.
-    """
+    """One trainer rank: its number, its coordinates in `dims`, and the MoE layers of its pipeline stage."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
+    """The layout of all ranks."""
     rank: int = 0
+    """Number among all trainer ranks, from 0."""
     moe_layers: tuple[int, ...] | None = None
+    """Indices among the model's MoE layers, from 0, in the order of the layers; None for all."""
 
     @property
     def _in_stage(self) -> int:
@@ -120,7 +125,7 @@ class RankCoordinates:
 
     @property
     def data_rank(self) -> int:
-        """Whose microbatches the rank runs."""
+        """Data-parallel rank: its microbatches are those that this rank runs."""
         return self._in_stage // (self.dims.tensor * self.dims.context)
 
     @property
@@ -142,10 +147,10 @@ class RankCoordinates:
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the language-model head is, and so the loss."""
+        """True on ranks of the stage with the language-model head, which computes the loss."""
         return self.pipeline_rank == self.dims.pipeline - 1
 
     @property
     def routing_slice(self) -> tuple[int, int]:
-        """(number of slices, this rank's) of the rows that sequence parallelism makes."""
+        """Number of slices into which sequence parallelism cuts rows, and index of this rank's slice."""
         return self.dims.tensor, self.tensor_rank

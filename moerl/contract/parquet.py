@@ -1,9 +1,9 @@
 """The one reader of Parquet files: whatever a file holds, it takes memory and time in proportion to its size.
 
 A dictionary holds a text once, a run-length code a value once, and a null takes nothing: 3 KB can stand for 3 GB of
-text, or for millions of rows. So the footer and the headers of all pages are read first, and what they promise is
-refused if it is too much. If texts of a dictionary could be too much, how often each stands in the table is counted
-before one is written out. Any process; needs pyarrow.
+text, or for millions of rows. So the footer and the headers of all pages are read first, and a file that promises too
+much is refused. If texts of a dictionary could be too much, how often each stands in the table is counted before one is
+written out. Any process; needs pyarrow.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def unpacked_bytes(footer: Footer, columns: Collection[str] | None = None) -> in
 
 
 def footer_of(file: Path) -> Footer:
-    """Returns what a file says of itself. Raises `ValueError` if it is damaged, and `OSError`."""
+    """Returns the description that a file gives of itself. Raises `ValueError` if it is damaged, and `OSError`."""
     with open_regular(file) as stream:
         return measured_footer(stream)
 
@@ -69,20 +69,20 @@ def opened(stream: BinaryIO | pa.NativeFile, **options: Any) -> pq.ParquetFile:
 
 
 def columns_of(file: Path) -> list[str]:
-    """Returns the names of the columns. Raises `ValueError`, `OSError` or `pa.ArrowException` if it is damaged."""
+    """Returns the names of a file's columns. Raises `ValueError`, `OSError` or `pa.ArrowException` if it is damaged."""
     with open_regular(file) as stream:
         measured_footer(stream)
         return opened(stream).schema_arrow.names
 
 
 def read_batches(file: Path, *, rows: int, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a file, so many at a time at most.
+    """Yields the rows of a file, at most `rows` at a time.
 
     Args:
-        columns: those that are wanted; what the file lacks is left out. None = all.
+        columns: names of those that are wanted; names that the file lacks are left out. None = all.
 
     Raises:
-        ConfigError: it unpacks to more than `most_bytes`; before that much memory is taken.
+        ConfigError: it unpacks to more than `most_bytes`; raised before that much memory is taken.
         ValueError, OSError, pa.ArrowException: it is damaged.
     """
     with open_regular(file) as stream:
@@ -106,7 +106,8 @@ def read_batches(file: Path, *, rows: int, columns: Collection[str] | None = Non
 
 
 def _count(stream: BinaryIO, group: int, texts: Sequence[ColumnChunk]) -> int:
-    """Returns the bytes of texts, each as often as it stands in a row group; they stay in their dictionaries."""
+    """Returns the bytes of texts, each counted as often as it stands in a row group; they stay in their
+    dictionaries."""
     coded = opened(stream, read_dictionary=[each.path for each in texts])
     table = coded.read_row_group(group, columns=[each.path for each in texts])
     return sum(_repeated_bytes(chunk) for column in table.columns for chunk in column.chunks)

@@ -1,8 +1,8 @@
-"""Any Python value as msgpack types and back: what the quarantine writes of a record that was refused.
+"""Any Python value as msgpack types and back: the form in which the quarantine writes a refused record.
 
 A refused record may hold anything, so nothing here calls what a value itself defines but its `repr`, and that guarded.
-What msgpack cannot hold becomes a map with the key `MARK`. What is lost on the way (the class of a subclass, objects
-without a plain form) is said, by its place in the record. Any process.
+What msgpack cannot hold becomes a map with the key `MARK`. Whatever is lost on the way (the class of a subclass,
+objects without a plain form) is listed, by its place in the record. Any process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ _SHORT = _short()
 
 @dataclass(slots=True)
 class Plain:
-    """A value in msgpack types. incomplete: what of the value is not in it, as `place: what`."""
+    """A value in msgpack types."""
 
     value: Any
+    """The value; arrays, and all that msgpack cannot hold, are maps with the key `MARK`."""
     incomplete: list[str] = field(default_factory=list)
+    """Parts of the value that are not in it, as `place: what`."""
 
 
 def to_plain(value: object) -> Plain:
-    """Anything in msgpack types; texts, numbers, arrays, lists and maps are kept whole."""
+    """Returns anything in msgpack types; texts, numbers, arrays, lists and maps are kept whole."""
     walk = _Walk()
     plain = walk.plain(value)
     notes = walk.notes[:_MAX_NOTES]
@@ -55,7 +57,7 @@ def to_plain(value: object) -> Plain:
 
 
 def safe_repr(value: object) -> str:
-    """The ASCII form of a value, cut where it is long or deep; says so where there is none."""
+    """Returns the ASCII form of a value, cut if it is long or deep; if its repr raises, a text that says so."""
     try:
         text = _SHORT.repr(value)
     except Exception as error:  # noqa: BLE001 - a value may raise anything when it is looked at
@@ -88,7 +90,8 @@ def from_plain(value: Any) -> Any:
 
 
 class _Walk:
-    """One walk over a value: where it is, which containers it is inside of, and what it could not keep."""
+    """One walk over a value, with its place in the value, the containers around that place, and notes of what could not
+    be kept."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -203,7 +206,7 @@ class _Walk:
         return self._bytes(base)
 
     def _bytes(self, array: np.ndarray) -> Any:
-        """Raw bytes with dtype and shape; without a copy where the array is contiguous."""
+        """Returns raw bytes with dtype and shape; without a copy if the array is contiguous."""
         if array.dtype.hasobject:
             return self._unknown(array)
         if array.dtype.names:

@@ -17,17 +17,18 @@ from moerl.errors import ContractError, WeightSyncError
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout asked of an engine.
-
-    prompt_ids: token ids, at least one. max_new_tokens: >= 1.
-    stop_ids: sampling one of these ends the rollout; it stays in the trajectory.
-    """
+    """One rollout asked of an engine."""
 
     lineage: Lineage
+    """Ids of the rollout; its trajectory carries them."""
     prompt_ids: tuple[int, ...]
+    """Token ids, at least one."""
     sampling: SamplingParams
+    """Parameters for all tokens of the response."""
     max_new_tokens: int
+    """>= 1."""
     stop_ids: tuple[int, ...] = ()
+    """Token ids; sampling one of these ends the rollout, and it stays in the trajectory."""
 
 
 class ReportedLayers(StrEnum):
@@ -40,46 +41,51 @@ class ReportedLayers(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """An engine's handshake.
-
-    policy_version: -1 before any sync. reported_layers, layer_numbers: which layers the columns of its expert ids are;
-    the number is that of the decoder layer, from 0, dense layers counted. captures_*: what its trajectories carry.
-    """
+    """An engine's handshake."""
 
     engine_id: str
+    """Name of the engine, for records and messages."""
     spec: ModelSpec
+    """The engine's model facts."""
     policy_version: int
+    """Version of the weights; -1 before any sync."""
     reported_layers: ReportedLayers
+    """Decoder layers that the columns of its expert ids stand for."""
     layer_numbers: tuple[int, ...]
+    """Number of the decoder layer of each column, from 0, dense layers counted."""
     captures_routing: bool = True
+    """True if its trajectories carry routing."""
     captures_kept_sets: bool = True
+    """True if its trajectories carry kept sets."""
 
 
 @dataclass(slots=True)
 class InterruptCosts:
-    """Costs of weight updates for sampling, summed up since the engine was made. Sampled tokens are never thrown away.
-
-    interrupted: rollouts under way when an update began. recomputed_tokens: tokens whose keys and values were computed
-    again. stalled_seconds: between the last token of the old weights and the first that the new ones could sample.
-    """
+    """Costs of weight updates for sampling, summed up since the engine was made. Sampled tokens are never thrown
+    away."""
 
     interrupted: int = 0
+    """Rollouts in progress when an update came."""
     recomputed_tokens: int = 0
+    """Tokens whose keys and values were computed again."""
     stalled_seconds: float = 0.0
+    """Seconds without sampling because of updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """Record of an engine adapter before the contract has checked it: `Trajectory` field values by name.
-
-    refusal: why an answer could not be read, else None; with a refusal, `values` is what arrived, for the quarantine.
-    """
+    """Record of an engine adapter before the contract has checked it."""
 
     rollout_id: str
+    """Rollout that the record answers."""
     engine_id: str
+    """Engine or server that sampled it."""
     policy_version: int
+    """Weight version that the adapter states, for the report of a refusal; not checked."""
     values: Mapping[str, Any]
+    """`Trajectory` field values by name; with a refusal, the answer as it arrived, for the quarantine."""
     refusal: ContractError | None = None
+    """Reason for which the answer could not be read, else None."""
 
 
 @runtime_checkable
@@ -103,33 +109,35 @@ class WeightSink(Protocol):
     """Receiver of whole sets of HF-named weights: an engine, which the controller begins and ends, or a sender's way to
     an engine.
 
-    Every sender has a sink and calls it from one thread. The sinks of all other senders have ended before that of the
-    first one does. A sender's sink that only carries buckets does nothing at begin and end.
+    Every sender has a sink and calls it from one thread. The first sender's sink ends after the sinks of all other
+    senders. A sender's sink that only carries buckets does nothing at begin and end.
     """
 
     def begin_update(self, version: int) -> None:
-        """Opens an update. One that was never ended is forgotten."""
+        """Opens an update, and forgets one that was never ended."""
         ...
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Takes one bucket. Its tensors are written over after the call returns."""
+        """Takes in one bucket. The sender overwrites its tensors after the call returns."""
         ...
 
     def end_update(self) -> None:
-        """Takes the new version into use; raises `WeightSyncError` where a tensor is missing. Old version stays."""
+        """Puts the new version into use. Raises `WeightSyncError` if a tensor is missing; the old version stays
+        then."""
         ...
 
     def abandon_update(self) -> None:
-        """Instead of `end_update`: forgets what was received, the old version stays. Without an update, nothing."""
+        """Forgets what was received, in place of `end_update`; the old version stays. Does nothing without an
+        update."""
         ...
 
 
 Taken = Callable[[Exception | None], None]
-"""Called when an engine holds an update, which was checked if that was asked for; with an error if it does not."""
+"""Callback: called with None when an engine holds an update, checked if that was asked for; else with an error."""
 
 
 def check_version(version: int) -> None:
-    """Raises `WeightSyncError` if a policy version is none."""
+    """Raises `WeightSyncError` if a policy version is negative."""
     if version < 0:
         raise WeightSyncError(
             "weight update: policy version", seen=version, expected="at least 0", remedy="number updates from 0 upwards"
@@ -137,7 +145,8 @@ def check_version(version: int) -> None:
 
 
 def not_taken(seconds: float) -> WeightSyncError:
-    """The error of an update that an engine has not taken, and said nothing about for so long."""
+    """Returns the error of an update that an engine did not put into use, and about which it sent nothing for so many
+    seconds."""
     return WeightSyncError(
         "weight update: the engine has not taken the weights",
         seen=f"{seconds:g} s without a sign of it",
@@ -148,22 +157,23 @@ def not_taken(seconds: float) -> WeightSyncError:
 
 @runtime_checkable
 class CheckedSink(WeightSink, Protocol):
-    """A sink that can say what it holds, so that an update can be checked."""
+    """A sink that can report the tensors it holds, so that an update can be checked."""
 
     def held_dtypes(self) -> Mapping[str, str]:
-        """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken.
+        """Returns names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is
+        received.
 
-        Asked before an update whose end is followed by `verify` or `abandon_update`.
+        Called before an update whose end is followed by `verify` or `abandon_update`.
         """
         ...
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """Compares `moerl.kernels.checksum` of the tensors in use with those of what was sent, by checkpoint name.
 
-        What holds something else serves nothing until a whole update of it has passed.
+        An engine, or one server of it, whose tensors differ serves nothing until a whole update of it has passed.
 
         Raises:
-            WeightSyncError: the tensors that differ, where nothing is left that serves.
+            WeightSyncError: names the tensors that differ, if nothing is left that serves.
         """
         ...
 
@@ -173,12 +183,13 @@ class Sleeper(Protocol):
     """An engine on the trainer's devices."""
 
     def sleep(self) -> None:
-        """Gives its memory to the trainer until the next update of all weights; nothing is sampled until then."""
+        """Gives the engine's memory to the trainer until the next update of all weights; nothing is sampled until
+        then."""
         ...
 
 
 class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
-    """An engine whose weights are replaced while it is in use, and which can say what it holds."""
+    """An engine whose weights are replaced while it is in use, and which can report the tensors it holds."""
 
     @property
     def costs(self) -> InterruptCosts: ...
@@ -186,53 +197,52 @@ class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages that a model's own template turns into the text of a prompt; plain JSON data.
-
-    messages: each with `role` and `content`, and whatever else the template knows. tools: JSON schemas.
-    """
+    """Messages that a model's own template turns into the text of a prompt; plain JSON data."""
 
     messages: tuple[Mapping[str, Any], ...]
+    """Each with `role` and `content`, and whatever else the template knows."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of tools for the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem of a task.
-
-    text: what the model continues; empty where it is still to be written from `chat`.
-    facts: what its reward needs (the answer, metadata). source: the set that it is of, empty where there is one.
-    """
+    """One problem of a task."""
 
     prompt_id: str
+    """Id of the prompt, as in `Lineage`."""
     text: str
+    """Text that the model continues; empty if it is still to be written from `chat`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Data for its reward (the answer, metadata)."""
     chat: Chat | None = None
+    """Messages that the text is written from; None without any."""
     source: str = ""
+    """Name of the set that the prompt is of; empty if there is only one."""
 
 
 class Task(Protocol):
-    """Prompts and their rewards. A class that names this one as its base inherits what has a body.
+    """Prompts and their rewards. A class that names this one as its base inherits the methods that have a body.
 
     `split` is one of train, dev (looked at while tuning) and heldout (only for final numbers); they are disjoint.
-
-    open_vocabulary: True where the texts may hold any character, False where those of `tokenizer_texts` are all.
     """
 
     open_vocabulary: bool = True
+    """True if the texts may hold any character, False if those of `tokenizer_texts` are all."""
 
     def size(self, split: str) -> int:
-        """How many prompts a split has."""
+        """Returns the number of prompts of a split."""
         ...
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
-        """The first `count` prompts of a split; deterministic."""
+        """Returns the first `count` prompts of a split; deterministic."""
         ...
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
         """Asks for the named rewards of a response, and returns at once: sampling goes on meanwhile.
 
-        `reward` is the one trained on, `accuracy` (0 or 1) the one reported. The future raises `RewardError` where this
-        response has no reward, `ConfigError` where none can have one. Cancel it where nobody wants it any more.
+        `reward` is the one trained on, `accuracy` (0 or 1) the one reported. The future raises `RewardError` if this
+        response has no reward, `ConfigError` if none can have one. Cancel the future if nobody wants it any more.
         """
         ...
 
@@ -241,14 +251,14 @@ class Task(Protocol):
         return prompt.prompt_id
 
     def tokenizer_texts(self, count: int) -> list[str]:
-        """Texts of the first `count` training prompts: what a tokenizer for a new model is trained on."""
+        """Returns the texts of the first `count` training prompts, on which a tokenizer for a new model is trained."""
         return [prompt.text for prompt in self.prompts("train", min(count, self.size("train")))]
 
     def check(self, *, num_demonstrations: int) -> None:
         """Looks at the data once, before a run starts and torch is loaded.
 
         Args:
-            num_demonstrations: training prompts that a cold start will ask demonstrations of; 0 without one.
+            num_demonstrations: training prompts that a cold start will ask demonstrations for; 0 without a cold start.
 
         Raises:
             ConfigError: A demonstration is missing, or there are no prompts.
@@ -264,11 +274,11 @@ class Task(Protocol):
         return
 
     def notes(self) -> list[str]:
-        """Returns what a user should know about the data: sizes, what was left out. One line each."""
+        """Returns notes for the user about the data: sizes, prompts that were left out. One line each."""
         return []
 
     def close(self) -> None:
-        """Ends what the task has started."""
+        """Ends the processes that the task has started."""
         return
 
 
@@ -277,7 +287,7 @@ class DemonstrationTask(Task, Protocol):
     """A task that can write demonstrations, for a supervised cold start."""
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
-        """One response text per prompt (without the end-of-sequence token)."""
+        """Returns one response text per prompt (without the end-of-sequence token)."""
         ...
 
 
@@ -291,7 +301,7 @@ class ChatTask(Task, Protocol):
         ...
 
     def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
-        """Has every prompt written by `write`, once; those of which it makes None are left out.
+        """Replaces every prompt by what `write` returns for it, once; drops prompts for which it returns None.
 
         Raises:
             ConfigError: as `write` does, with the place of the prompt.
@@ -304,6 +314,6 @@ class WorkedTask(Task, Protocol):
     """A task whose responses may or may not show their work."""
 
     def work_prefix(self, prompt: Prompt) -> str:
-        """Text that, put at the start of a response, makes the model show its work; the honest baseline of a cold
-        start that only sometimes does."""
+        """Returns text that, put at the start of a response, makes the model show its work; the honest baseline of a
+        cold start that only sometimes does."""
         ...

@@ -1,9 +1,9 @@
-"""Quarantine: the gate every record passes before it may be trained on, and the place where refused ones are kept.
+"""Quarantine: the gate that every record passes before it is trained on, and the place where refused ones are kept.
 
 Owned by the process that collects rollouts. A refused record is written whole, counted by reason, and never repaired;
 the run stops when too many are refused, since dropping bad samples in silence biases the data. Layout of a refused
-record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why, and under `incomplete` what of the
-content has no plain form) and `record.msgpack` or `frame.bin` (the content); it appears in one rename.
+record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why, and under `incomplete` the parts of
+the content without a plain form) and `record.msgpack` or `frame.bin` (the content); it appears in one rename.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ _IDENTITY = ("rollout_id", "engine_id", "policy_version", "trainer_version")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a record was refused: the reason code, and a text with the field and what was seen."""
+    """The reason for which a record was refused."""
 
     reason: str
+    """Reason code."""
     text: str
+    """Reason code, field and value seen, for people."""
 
 
 class Quarantine:
-    """Admits records as trajectories or keeps them aside with the reason. Any thread.
+    """Gate that admits records as trajectories or keeps them aside with the reason. Any thread.
 
     Args:
-        folder: Where refused records go; made when the first is written.
+        folder: Folder of refused records; made when the first is written.
         max_rate: Largest tolerated share of refused records, in [0, 1].
         min_records: Records to see before the rate is judged, at least 1.
         spec: The trainer's model. Records of another are refused; needed for `admit_frame`.
 
     Attributes:
-        first_refusal: Why the first record since the last `expect` was refused; empty where none was.
+        first_refusal: Reason for which the first record since the last `expect` was refused; empty if none was.
     """
 
     def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
@@ -96,7 +98,7 @@ class Quarantine:
             self.first_refusal = ""
 
     def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
-        """The record as a checked trajectory, or None where it was refused and written to the folder.
+        """Returns the record as a checked trajectory, or None if it was refused and written to the folder.
 
         Only admitted rollout ids count as answered: another attempt at a refused one is welcome.
 
@@ -119,7 +121,7 @@ class Quarantine:
         return trajectory
 
     def withdraw(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
-        """Refuses after all a record that was admitted, for example because its reward failed: never a silent zero.
+        """Refuses a record that was admitted before, for example because its reward failed: never a silent zero.
 
         Raises:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
@@ -131,7 +133,7 @@ class Quarantine:
             self._judge_rate()
 
     def refuse(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
-        """Keeps aside a record that whoever collects it found wrong before it could be admitted.
+        """Keeps aside a record that its collector found wrong before it could be admitted.
 
         Raises:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
@@ -150,7 +152,7 @@ class Quarantine:
                 self._refusals.pop(name, None)
 
     def refusal_of(self, rollout_id: object) -> Refusal:
-        """Why a rollout was refused, the last time where it was so more than once; known until it is forgotten."""
+        """Returns the latest refusal of a rollout; known until `forget`."""
         with self._lock:
             found = self._refusals.get(rollout_id) if type(rollout_id) is str else None
         return found or Refusal(str(Reason.WRONG_TYPE), "a record whose rollout id is no text")
@@ -173,7 +175,8 @@ class Quarantine:
     def admit_frame(
         self, frame: bytes, engine_id: str, *, trainer_version: int, limits: WireLimits = DEFAULT_LIMITS
     ) -> list[Trajectory]:
-        """The admitted trajectories of a frame. A frame that cannot be read is kept whole and counts as one record.
+        """Returns the admitted trajectories of a frame. A frame that cannot be read is kept whole and counts as one
+        record.
 
         Raises:
             ContractError: `quarantine_rate_exceeded`; everything refused is on disk by then.
@@ -239,7 +242,7 @@ class Quarantine:
         content = to_plain(record.values)
         facts["incomplete"] = content.incomplete
         self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
-        # An id may be anything, also what takes for ever to write out.
+        # An id may be any object, also one that takes for ever to write out.
         if type(record.rollout_id) is str:
             text = f"{error.reason} in {error.field}, {error.seen}"
             self._refusals[record.rollout_id] = Refusal(str(error.reason), text)
@@ -276,7 +279,7 @@ class Quarantine:
 
 
 def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
-    """One refused record: its `record.json`, and its content with arrays restored (bytes for a frame)."""
+    """Returns one refused record: its `record.json`, and its content with arrays restored (bytes for a frame)."""
     why = read_json(folder / "record.json")
     with open_regular(folder / why["content"]) as file:
         content = file.read()
@@ -286,7 +289,7 @@ def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def _json(fact: object) -> object:
-    """An id or a version as JSON has it; anything else, and what JSON cannot write as a number, as text."""
+    """Returns an id or a version as JSON has it; anything else, and what JSON cannot write as a number, as text."""
     is_plain = fact is None or type(fact) is str or (type(fact) is int and fact.bit_length() < 64)
     return fact if is_plain else safe_repr(fact)
 

@@ -30,19 +30,20 @@ _CHUNK_VALUES = 1 << 15
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 finaliser, elementwise on uint64."""
+    """Applies the splitmix64 finaliser, elementwise on uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)
     return x ^ (x >> np.uint64(31))
 
 
 def rollout_key(rollout_id: str) -> int:
-    """64-bit salt of a rollout id (BLAKE2b)."""
+    """Returns the 64-bit salt of a rollout id (BLAKE2b)."""
     return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
 
 
 def shared_key(key: int) -> int:
-    """64-bit salt of the rows that others share with the rollout of salt `key`: they are a sequence of their own."""
+    """Returns the 64-bit salt of the rows that others share with the rollout of salt `key`: those rows are a sequence
+    of their own."""
     return int(mix(np.array([key], np.uint64))[0])
 
 
@@ -53,7 +54,7 @@ def routing_checksums(
     *,
     first: int = 0,
 ) -> NDArray[np.uint64]:
-    """Checksum per MoE layer of one trajectory, or of a part of its rows.
+    """Returns the checksum per MoE layer of one trajectory, or of a part of its rows.
 
     Args:
         key: `rollout_key` of the trajectory.
@@ -73,13 +74,14 @@ def summed_checksums(
     expert_ids: Sequence[NDArray[Any]],
     routed: Sequence[NDArray[np.bool_]],
 ) -> NDArray[np.uint64]:
-    """The sum of `routing_checksums(key, expert_ids, routed, first=first)` over sequences, at least one: uint64 [L]."""
+    """Returns the sum of `routing_checksums(key, expert_ids, routed, first=first)` over sequences, at least one: uint64
+    [L]."""
     lengths = [len(each) for each in expert_ids]
     starts = np.cumsum([0, *lengths[:-1]])
     counted = np.concatenate(routed).nonzero()[0]
     positions = (np.arange(sum(lengths)) - np.repeat(starts - firsts, lengths))[counted]
     salts = _salts(np.repeat(np.array(keys, np.uint64), lengths)[counted], positions)
-    # Of one sequence nothing is copied where every row counts.
+    # One sequence of which every row counts is not copied.
     experts = np.concatenate(expert_ids) if len(expert_ids) > 1 else expert_ids[0]
     if len(counted) < len(experts):
         experts = experts[counted]
@@ -92,7 +94,7 @@ def summed_checksums(
 def row_checksums(
     key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], *, first: int = 0
 ) -> NDArray[np.uint64]:
-    """uint64 [rows, L]: the share of every row in `routing_checksums`, of one trajectory."""
+    """Returns uint64 [rows, L]: the share of every row in `routing_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
     out = np.empty((num_rows, num_layers), np.uint64)
     for rows, sums in _row_sums(_salts(np.uint64(key), np.arange(first, first + num_rows)), expert_ids):
@@ -105,7 +107,7 @@ def _salts(keys: NDArray[np.uint64] | np.uint64, positions: NDArray[np.integer])
 
 
 def _row_sums(salts: NDArray[np.uint64], expert_ids: NDArray[Any]) -> Iterator[tuple[slice, NDArray[np.uint64]]]:
-    """Checksums of rows and layers, uint64 [rows, L], a cache-full of rows at a time."""
+    """Yields checksums of rows and layers, uint64 [rows, L], a cache-full of rows at a time."""
     _, num_layers, top_k = expert_ids.shape
     layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME) + np.uint64(1)
     step = max(1, _CHUNK_VALUES // (num_layers * top_k))

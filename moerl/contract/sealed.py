@@ -17,7 +17,7 @@ SEAL = "moerl_files.json"
 """The list: name -> bytes and BLAKE2b hash of every file."""
 MAX_SEAL_BYTES = 1 << 26
 HASHING_THREADS = 8
-"""Files that are read side by side; hashing lets other threads run."""
+"""Files that are hashed at a time; hashing releases the lock of the interpreter."""
 
 
 class _Facts(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Returns what is wrong with a sealed folder; None if every file is what was written."""
+    """Returns the damage of a sealed folder, as a text; None if every file is what was written."""
     try:
         return _find_damage(folder)
     except OSError as error:

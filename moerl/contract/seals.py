@@ -20,8 +20,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 def seal(path: Path) -> None:
-    """Puts the digest into a Parquet file that was written with `KEY: BLANK` in its metadata, and raises ValueError for
-    any other."""
+    """Puts the digest into a Parquet file that was written with `KEY: BLANK` in its metadata. Raises ValueError for any
+    other file."""
     digest = hashlib.blake2b(digest_size=32)
     with path.open("r+b") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -37,7 +37,7 @@ def seal(path: Path) -> None:
 
 
 def is_sealed(data: bytes) -> bool:
-    """True where the bytes are a file that `seal` sealed, every one of them unchanged."""
+    """Returns True if the bytes are a file that `seal` sealed, every one of them unchanged."""
     footer_bytes = 8 + int.from_bytes(data[-8:-4], "little")
     start = max(0, len(data) - footer_bytes)
     offset = _value_at(data[start:])

@@ -21,7 +21,8 @@ from moerl.errors import ReplayError
 
 
 def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArray[np.int64]:
-    """int64 [t]: the rows of the whole microbatch that context-parallel rank `rank` of `size` holds, in its order.
+    """Returns int64 [t]: the rows of the whole microbatch that context-parallel rank `rank` of `size` has, in the
+    rank's order.
 
     Every sequence is cut into 2 x size equal chunks; rank c takes chunk c, then chunk 2 x size - 1 - c, sequence by
     sequence, which balances causal attention.
@@ -48,13 +49,13 @@ def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArr
 
 
 def prefix_lengths(cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    """int64 [N]: rows that come before the own ones of each sequence, in the sequence that is its prefix."""
+    """Returns int64 [N]: rows that come before the own ones of each sequence, in the sequence that is its prefix."""
     lengths = np.diff(cu_seqlens).astype(np.int64)
     return np.zeros_like(lengths) if prefix_of is None else np.where(prefix_of < 0, 0, lengths[prefix_of])
 
 
 def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
-    """The share that one rank has of a whole microbatch; `batch` itself where that is all of it.
+    """Returns the share that one rank has of a whole microbatch; `batch` itself if the rank has all of it.
 
     `cu_seqlens`, `rollout_keys`, `prefix_of` and checksums other than of routing stay those of the whole microbatch.
     Ranks that do not score get neither kept sets nor what the loss alone needs.
@@ -89,7 +90,7 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
 
 
 def _without_scoring(share: Microbatch) -> Microbatch:
-    """The share of a rank without the head: nothing of it is scored."""
+    """Returns the share of a rank without the head, which scores nothing."""
     zeros_t = np.zeros(share.num_rows, np.float32)
     return replace(
         share,
@@ -102,7 +103,8 @@ def _without_scoring(share: Microbatch) -> Microbatch:
 
 
 def routing_bytes(batches: Sequence[Microbatch]) -> int:
-    """Bytes of routing in these shares, uncompressed: expert ids, and a bit per row that says whether they count."""
+    """Returns the bytes of routing in these shares, uncompressed: expert ids, and a bit per row that tells whether they
+    count."""
     return sum(batch.expert_ids.nbytes + (batch.num_rows + 7) // 8 for batch in batches if batch.expert_ids is not None)
 
 

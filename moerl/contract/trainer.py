@@ -1,4 +1,4 @@
-"""The trainer as the controller sees it: a port, and what its ranks report. Torch-free; any process.
+"""The trainer as the controller sees it: a port, and the reports of its ranks. Torch-free; any process.
 
 Shape legend: R = trained tokens over all ranks, C = columns, L = MoE layers, E = experts, S = statistics.
 """
@@ -22,57 +22,59 @@ ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_diffe
 
 WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 """Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it
-was on, 0 where the row was left to the router."""
+was on, 0 if the row was left to the router."""
 
 Stage = Literal["sft", "rl"]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Report of one update.
-
-    grad_norm: before clipping; 0 if the update was skipped. learning_rate: the one that was used. skipped: the gradient
-    was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: updates, up to this one.
-    """
+    """Report of one update."""
 
     grad_norm: float
+    """Norm of the gradient before clipping; 0 if the update was skipped."""
     learning_rate: float
+    """Learning rate of this update."""
     skipped: bool = False
+    """True if the gradient was not finite, so that weights, moments and schedule are as they were."""
     skipped_in_a_row: int = 0
+    """Skipped updates without another between them, up to this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A rank's GPU. name: as its driver calls it. allocated_bytes, reserved_bytes: most of its memory that tensors, and
-    torch's allocator, had at once since the last time that it was asked."""
+    """A rank's GPU and the peaks of its memory since the last report."""
 
     name: str
+    """Name that the driver gives the GPU."""
     allocated_bytes: int
+    """Most bytes of tensors at once."""
     reserved_bytes: int
+    """Most bytes that torch's allocator had at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassReport:
-    """One pass over a minibatch, of one rank or of all of them.
-
-    rows_RC: float32 [R, C], columns `ROW_COLUMNS`; every trained token once. loss_sum: of the losses of these tokens;
-    None if there are none, as after a pass without an update.
-    rows_verified: routing rows proved (rows x layers x phases). load_LE: int64, tokens per expert. agreement_LS:
-    float64, sums of `moerl.algorithms.agreement.STATISTICS`. live_rows_L: int64, rows left to the router. update: None
-    after a forward-only pass.
-    """
+    """Report of one pass over a minibatch, of one rank or of all of them."""
 
     rows_RC: NDArray[np.float32]
+    """float32 [R, C], columns `ROW_COLUMNS`; every trained token once."""
     loss_sum: float | None
+    """Sum of the losses of these tokens; None if there are none, as after a pass without an update."""
     rows_verified: int
+    """Routing rows proved (rows x layers x phases)."""
     load_LE: NDArray[np.int64]
+    """int64 [L, E], tokens per expert."""
     agreement_LS: NDArray[np.float64]
+    """float64 [L, S], sums of `moerl.algorithms.agreement.STATISTICS`."""
     live_rows_L: NDArray[np.int64]
+    """int64 [L], rows left to the router."""
     update: UpdateReport | None = None
+    """None after a forward-only pass."""
 
 
 def sum_reports(reports: Sequence[PassReport]) -> PassReport:
-    """The report of all ranks from those of each, in rank order; every rank reports the same update."""
+    """Returns the report of all ranks from those of each, in rank order; every rank reports the same update."""
     losses = [report.loss_sum for report in reports if report.loss_sum is not None]
     return PassReport(
         np.concatenate([report.rows_RC for report in reports]),
@@ -87,20 +89,19 @@ def sum_reports(reports: Sequence[PassReport]) -> PassReport:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Rows that reached the dispatchers for one microbatch, over all ranks: int64 [R, 6], columns `WORDS`.
-
-    recorded: such rows of the pass whose own routing is kept; None if the trajectories' routing is kept.
-    """
+    """Rows that reached the dispatchers for one microbatch, over all ranks."""
 
     dispatched: NDArray[np.int64]
+    """int64 [R, 6], columns `WORDS`."""
     recorded: NDArray[np.int64] | None
+    """Such rows of the pass whose own routing is kept; None if the trajectories' routing is kept."""
 
 
 class Trainer(Protocol):
     """A policy and its optimizer on any number of ranks, wherever they run.
 
-    Minibatches are handed over with `load` and named by their number from then on. What a rank raises is raised here,
-    and names the rank where there are several.
+    Minibatches are handed over with `load` and named by their number from then on. An error of a rank is raised in the
+    controller, and names the rank if there are several.
     """
 
     @property
@@ -120,7 +121,7 @@ class Trainer(Protocol):
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
-        """Peak resident memory of each process of the trainer other than this one."""
+        """Peak resident memory, in bytes, of each process of the trainer other than the controller."""
         ...
 
     def device_use(self) -> Sequence[DeviceUse]:
@@ -134,7 +135,7 @@ class Trainer(Protocol):
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
         """Builds the policy of a stage from a Hugging Face directory, in place of the one before.
 
-        engine: takes the weights that `publish` brings.
+        engine: receives the weights that `publish` brings; None for a stage without an engine.
         """
         ...
 
@@ -143,16 +144,16 @@ class Trainer(Protocol):
         ...
 
     def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
-        """A forward-only pass. full: score over the full vocabulary, too."""
+        """Runs a forward-only pass. full: score over the full vocabulary, too."""
         ...
 
     def prepare(self, minibatch: int, *, prove: bool) -> PassReport:
-        """Before the updates of a batch: keeps its log-probs as the proximal ones, records the trainer's own routing
-        where that is what is kept, and computes the KL to the reference where rewards need it."""
+        """Runs before the updates of a batch: keeps its log-probs as the proximal ones, records the trainer's own
+        routing if that is the one that is kept, and computes the KL to the reference if rewards need it."""
         ...
 
     def step(self, minibatch: int, *, prove: bool, advantages: NDArray[np.float32] | None = None) -> PassReport:
-        """Forward, backward, proof, update.
+        """Runs forward, backward, proof and update.
 
         advantages: float32 [B], of each sample of the minibatch, in place of those that came with it.
 
@@ -162,7 +163,7 @@ class Trainer(Protocol):
         ...
 
     def trace(self, microbatch: int) -> Traced:
-        """After `UnprovedError`: a slow pass that says what reached the dispatchers, row by row."""
+        """Runs a slow pass after `UnprovedError` that reports the routing that reached the dispatchers, row by row."""
         ...
 
     def give_back(self, *, stage: bool) -> None:
@@ -177,24 +178,27 @@ class Trainer(Protocol):
         """Begins to bring the weights to the engine.
 
         Args:
-            taken: called once the engine holds them, from any thread; the ranks may be in their next step by then. The
-                next `publish` has to wait for it.
+            taken: called from any thread once the engine holds the weights, or with the error if it does not get them;
+                the ranks may be in their next step by then. The next `publish` has to wait for that call.
 
         Returns:
-            Waits until the weights have left the ranks, and returns metrics; to be called before what comes next.
+            A function that waits until the weights have left the ranks, and returns metrics; call it before the
+            trainer's next method.
         """
         ...
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
-        """Begins a checkpoint; it is written beside training. corrupt: older ones that do not count as kept."""
+        """Begins a checkpoint, which the ranks write while training goes on. corrupt: older ones that do not count as
+        kept."""
         ...
 
     def poll_save(self, *, wait: bool = False) -> None:
-        """Raises `CheckpointError` where the checkpoint in flight failed; with `wait` nothing is in flight after it."""
+        """Raises `CheckpointError` if the checkpoint in flight failed. With `wait` no checkpoint is in flight
+        afterwards."""
         ...
 
     def restore(self, checkpoint: Path) -> None:
-        """Takes weights, optimizer and random state of a checkpoint."""
+        """Loads weights, optimizer and random state of a checkpoint."""
         ...
 
     def export(self, folder: Path, like: Path) -> None:

@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory(TrajectoryFields):
-    """One trajectory, checked. Construction raises `ContractError` where any invariant is broken."""
+    """One trajectory, checked. Construction raises `ContractError` if any invariant is broken."""
 
     def __post_init__(self) -> None:
         check_trajectory(self)
@@ -49,7 +49,8 @@ class Trajectory(TrajectoryFields):
             _freeze(value)
 
     def with_rewards(self, rewards: dict[str, float]) -> Trajectory:
-        """The same trajectory with these rewards instead of its own. Only the rewards are checked: the rest was.
+        """Returns the same trajectory with these rewards instead of its own. Only the rewards are checked: the rest
+        was.
 
         Raises:
             ContractError: a name is not text, a reward is not a finite number, or there are too many.

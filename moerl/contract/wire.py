@@ -57,77 +57,114 @@ class SpecMessage(WireStruct):
     """Mirrors `ModelSpec`."""
 
     num_moe_layers: int
+    """L."""
     experts_per_token: int
+    """K."""
     num_experts: int
+    """E."""
     vocab_size: int
+    """V."""
     fingerprint: str
+    """Hexadecimal, or empty."""
 
 
 class LineageMessage(WireStruct):
     """Mirrors `Lineage`."""
 
     rollout_id: str
+    """Not empty."""
     prompt_id: str
+    """Not empty."""
     group_id: str
+    """Not empty."""
     episode_id: str
+    """May be empty."""
     agent_id: str
+    """May be empty."""
     parent_rollout_id: str
+    """Empty if `fork_at` is -1."""
     fork_at: int
+    """-1 for no fork."""
 
 
 class SamplingMessage(WireStruct):
     """Mirrors `SamplingParams`."""
 
     temperature: float
+    """0 means greedy."""
     top_p: float
+    """In (0, 1]."""
     top_k: int | None
+    """None for no limit of its own."""
     min_p: float
+    """In [0, 1)."""
     seed: int
+    """int64."""
 
 
 class TurnMessage(WireStruct):
     """Mirrors `Turn`."""
 
     start: int
+    """First token."""
     end: int
+    """Token behind the last."""
     kind: TurnKind
+    """By its value, a text."""
     sampling: SamplingMessage | None
+    """None for all other kinds than sampled."""
 
 
 class TrajectoryMessage(WireStruct):
-    """Mirrors `Trajectory`; arrays are raw bytes whose lengths follow from `num_tokens` and the spec.
-
-    token_ids int32, rollout_logprobs and kept_logmass float32, kept_sizes uint16: [S] each. sampled and truncated
-    [S], routed [S-1]: bits. version_values int32 and version_lengths uint32: runs of `policy_versions`. kept_ids:
-    byte planes of differences. scores: float32 [S] by name. Expert ids follow the document.
-    """
+    """Mirrors `Trajectory`; arrays are raw bytes, whose lengths follow from `num_tokens` and the spec."""
 
     lineage: LineageMessage
+    """Ids."""
     turns: list[TurnMessage]
+    """At most S."""
     num_tokens: int
+    """S."""
     token_ids: memoryview
+    """int32 [S]."""
     sampled: memoryview
+    """Bits [S]."""
     rollout_logprobs: memoryview
+    """float32 [S]."""
     kept_logmass: memoryview
+    """float32 [S]."""
     version_values: memoryview
+    """int32 [runs] of `policy_versions`."""
     version_lengths: memoryview
+    """uint32 [runs] of `policy_versions`."""
     routed: memoryview
+    """Bits [S-1]."""
     kept_sizes: memoryview
+    """uint16 [S]."""
     kept_ids: memoryview
+    """Byte planes of differences."""
     truncated: memoryview
+    """Bits [S]."""
     finish_reason: FinishReason
+    """By its value, a text."""
     rewards: dict[str, float]
+    """By name."""
     scores: dict[str, memoryview]
+    """float32 [S] by name."""
     engine_id: str
+    """Engine or server."""
     attempt: int
+    """From 0."""
     timings: dict[str, float]
+    """Seconds by stage."""
 
 
 class TrajectoriesMessage(WireStruct):
-    """The payload of a frame of trajectories. `spec` is None only in a frame without any."""
+    """The payload of a frame of trajectories."""
 
     spec: SpecMessage | None
+    """Model of all trajectories; None only in a frame without any."""
     trajectories: list[TrajectoryMessage]
+    """In the order of their expert ids."""
 
 
 _DOCUMENT_BYTES = struct.Struct("<Q")
@@ -136,7 +173,7 @@ _decoder = msgspec.msgpack.Decoder(TrajectoriesMessage)
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """One frame holding all trajectories, in order.
+    """Returns one frame with all trajectories, in order.
 
     Raises:
         ContractError: `spec_mismatch`, the trajectories are not all of one model.
@@ -148,7 +185,7 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def seal(message: WireStruct, trajectories: Sequence[Trajectory]) -> bytes:
-    """A frame of a document and the expert ids of its trajectories."""
+    """Returns a frame of a document and the expert ids of its trajectories."""
     document = _encoder.encode(message)
     payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(t.expert_ids.nbytes for t in trajectories)
 
@@ -162,14 +199,15 @@ def seal(message: WireStruct, trajectories: Sequence[Trajectory]) -> bytes:
 
 
 class ExpertIds:
-    """The bytes behind a document, taken trajectory by trajectory."""
+    """The bytes behind a document, read trajectory by trajectory."""
 
     def __init__(self, data: memoryview, spec: ModelSpec) -> None:
         self._rest = data
         self._spec = spec
 
     def take(self, num_tokens: int) -> np.ndarray:
-        """The expert ids of the next trajectory, [S-1, L, K]; `array_length_wrong` where too few bytes are left."""
+        """Returns the expert ids of the next trajectory, [S-1, L, K]. Raises `array_length_wrong` if too few bytes are
+        left."""
         spec = self._spec
         shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
         num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
@@ -182,12 +220,11 @@ class ExpertIds:
 
 
 def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[Trajectory]:
-    """The trajectories of a frame, checked.
+    """Returns the trajectories of a frame, checked.
 
     Args:
         frame: What `encode_trajectories` returned on the other side.
-        spec: The receiver's model; anything else is refused.
-        limits: The most to accept.
+        spec: The receiver's model; anything else is refused. limits: The most to accept.
 
     Raises:
         ContractError: With the reason code of the first thing found wrong.
@@ -196,7 +233,7 @@ def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = D
 
 
 def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[RolloutRecord]:
-    """Like `decode_trajectories`, but leaves the invariants to `Quarantine.admit`, record by record."""
+    """Does the same as `decode_trajectories`, but leaves the invariants to `Quarantine.admit`, record by record."""
     message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder, limits)
     if message.trajectories:
         check_same_spec(message.spec, spec)
@@ -209,7 +246,7 @@ def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAUL
 def open_sealed[Message](
     payload: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: WireLimits
 ) -> tuple[Message, memoryview]:
-    """The typed document of a payload and the bytes behind it.
+    """Returns the typed document of a payload and the bytes behind it.
 
     Raises:
         ContractError: `message_malformed`, `frame_too_large`, `text_too_long` or `duplicate_field`.
@@ -231,7 +268,7 @@ def open_sealed[Message](
 
 
 def common_spec(trajectories: Sequence[Trajectory]) -> SpecMessage | None:
-    """The spec that all trajectories share; None without any."""
+    """Returns the spec that all trajectories share; None without any."""
     if not trajectories:
         return None
     spec = trajectories[0].spec
@@ -250,7 +287,7 @@ def check_same_spec(seen: SpecMessage | None, expected: ModelSpec) -> None:
 
 
 def check_spec_agrees(seen: ModelSpec, expected: ModelSpec) -> None:
-    """Raises `spec_mismatch` or `fingerprint_mismatch` where two sides do not speak of the same model."""
+    """Raises `spec_mismatch` or `fingerprint_mismatch` if two sides do not have the same model."""
     remedy = "serve the model that is trained; both sides derive the spec from the model's config and tokenizer"
     if dataclasses.replace(seen, fingerprint=expected.fingerprint) != expected:
         raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=seen, expected=expected, remedy=remedy)
@@ -265,7 +302,7 @@ def check_spec_agrees(seen: ModelSpec, expected: ModelSpec) -> None:
 
 
 def to_message(trajectory: Trajectory) -> TrajectoryMessage:
-    """A checked trajectory as its message."""
+    """Returns a checked trajectory as its message."""
     version_values, version_lengths = pack_runs(trajectory.policy_versions)
     kept = trajectory.kept
     return TrajectoryMessage(
@@ -309,11 +346,10 @@ def _turn(message: TurnMessage) -> Turn:
 
 
 def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds) -> dict[str, Any]:
-    """`Trajectory` field values by name, from a message whose array lengths all agree; content is not judged.
+    """Returns `Trajectory` field values by name, from a message whose array lengths all agree; does not check content.
 
     Raises:
-        ContractError: `array_length_wrong`, `turns_do_not_cover` for more turns than tokens, or `too_short` for a
-            trajectory without a sampled token.
+        ContractError: `array_length_wrong`, `turns_do_not_cover` (more turns than tokens) or `too_short`.
     """
     num_tokens = message.num_tokens
     if num_tokens < 2:
