@@ -13,7 +13,7 @@ from moerl.telemetry.metrics import AGES
 
 
 class Flow:
-    """Counts between two batches.
+    """Counts of the flow through the queue between two batches.
 
     Args:
         clock: seconds, never falling.
@@ -27,7 +27,7 @@ class Flow:
         self._tokens_left_out = 0
 
     def sampling(self, num_groups: int) -> None:
-        """So many groups are being sampled from now on."""
+        """Notes that `num_groups` groups are being sampled from now on."""
         if num_groups and self._idle_since is not None:
             self._idle_seconds += self._clock() - self._idle_since
             self._idle_since = None
@@ -35,11 +35,11 @@ class Flow:
             self._idle_since = self._clock()
 
     def leave_out(self, num_tokens: int) -> None:
-        """So many tokens were sampled and will not be trained."""
+        """Counts tokens that were sampled and will not be trained."""
         self._tokens_left_out += num_tokens
 
     def lap(self) -> dict[str, float]:
-        """Metrics since the last batch; starts again from zero."""
+        """Returns metrics since the last batch; starts again from zero."""
         now = self._clock()
         if self._idle_since is not None:
             self._idle_seconds += now - self._idle_since
@@ -53,11 +53,11 @@ class Flow:
 
 
 def age_metrics(trained_version: int, versions: Sequence[Sequence[int]], *, histogram: bool) -> dict[str, float]:
-    """Ages of a batch, each trajectory by its oldest token.
+    """Returns metrics of the ages of a batch, each trajectory by its oldest token.
 
     Args:
-        versions: per trajectory, those that sampled its tokens; at least one each.
-        histogram: shares by age, too.
+        versions: per trajectory, the versions that sampled its tokens; at least one each.
+        histogram: True adds shares by age.
     """
     ages = [age(trained_version, each) for each in versions]
     counts = [len(set(each)) for each in versions]

@@ -1,9 +1,9 @@
-"""Finished groups on disk until a checkpoint holds what became of them: a crash loses what was being sampled, not this.
+"""Finished groups on disk until a checkpoint holds their outcome: a crash loses groups in sampling, but not these.
 
 Append-only segments, one for each time between two checkpoints. A record is a prefix with the lengths, a header
 (MessagePack) and a frame of trajectories, each with a checksum. A full disk or a crash tears the last record of a
-segment: some of its bytes, or NUL bytes in their place, are all that is there. It is left out, and cut off before
-anything is written behind it. Damage elsewhere is an error. Runs in the controller.
+segment: some of its bytes, or NUL bytes in their place, are all that is there. The torn record is left out, and cut
+off before anything is written behind it. Damage elsewhere is an error. Runs in the controller.
 
     <folder>/000012.journal    records since the checkpoint after step 12
 """
@@ -40,7 +40,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A whole record of a segment: where it begins and ends, and its parts."""
+    """A whole record of a segment: its first byte, the byte behind it, and its parts."""
 
     start: int
     end: int
@@ -50,11 +50,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedGroup:
-    """A group whose rollouts have all ended: trajectories with their rewards; reasons of the others, by rollout id."""
+    """A group whose rollouts have all ended."""
 
     number: int
+    """Number of the group, in the order of dispatch."""
     trajectories: Sequence[Trajectory]
+    """Admitted trajectories with their rewards, in the order of the requests."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Reasons of all other rollouts, by rollout id."""
 
     @property
     def newest_version(self) -> int:
@@ -63,14 +66,14 @@ class FinishedGroup:
 
 
 class Journal:
-    """Writes finished groups, gives them back, and forgets those that no checkpoint needs.
+    """Writer and reader of finished groups, which forgets those that no checkpoint needs.
 
     Args:
-        folder: of the segments; made with the first record.
-        spec: of the model; records of another are refused.
+        folder: folder of the segments; made with the first record.
+        spec: model facts; records of another model are refused.
 
     Attributes:
-        torn_bytes: of unfinished records that the latest `read` left out.
+        torn_bytes: bytes of unfinished records that the latest `read` left out.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -81,12 +84,12 @@ class Journal:
         self.torn_bytes = 0
 
     def begin(self, step: int) -> None:
-        """Records go into the segment of this step from now on."""
+        """Begins the segment of this step: later records go there."""
         self.close()
         self._step = step
 
     def append(self, group: FinishedGroup) -> None:
-        """Hands a group to the system: it outlives this process.
+        """Hands a group to the operating system: the group outlives this process.
 
         Raises:
             MoerlError: the file system refused, or the segment is damaged.
@@ -101,14 +104,14 @@ class Journal:
             try:
                 write_all(self._file, prefix + _CRC.pack(zlib.crc32(prefix)) + header + frame)
             except OSError:
-                # A part of it may be there: whoever opens the segment next cuts it off.
+                # A part of the record may be there: the next `_open` of the segment cuts it off.
                 with contextlib.suppress(MoerlError):  # the first error tells more
                     self.close()
                 raise
         self._numbers.setdefault(path, set()).add(group.number)
 
     def read(self) -> dict[int, FinishedGroup]:
-        """All groups that are there, by number; of one that is there twice, the latest.
+        """Returns all groups that are there, by number; the latest record of a group that is there twice.
 
         Raises:
             MoerlError: a segment is damaged or cannot be read.
@@ -131,8 +134,8 @@ class Journal:
         """Removes segments without a group that a checkpoint may ask for.
 
         Args:
-            needed: numbers of groups that were not trained by the checkpoint. first_new: of the first that was not
-                dispatched by then.
+            needed: numbers of groups that were not trained by the checkpoint. first_new: number of the first group that
+                was not dispatched by then.
         """
         for path, numbers in list(self._numbers.items()):
             is_open = self._file is not None and path == self._path
@@ -142,7 +145,7 @@ class Journal:
                 del self._numbers[path]
 
     def clear(self) -> None:
-        """Removes all segments: of a run that starts over."""
+        """Removes all segments, when a run starts over."""
         self.close()
         for path in self._folder.glob("*.journal"):
             with writing(path):
@@ -150,7 +153,7 @@ class Journal:
         self._numbers = {}
 
     def close(self) -> None:
-        """Ends the segment. Raises `MoerlError` if the file system refuses only now, as that of a network may."""
+        """Ends the segment. Raises `MoerlError` if the file system refuses only now, as a network file system may."""
         file, self._file = self._file, None
         if file is not None:
             with writing(self._path):
@@ -161,7 +164,7 @@ class Journal:
         return self._folder / f"{self._step:06d}.journal"
 
     def _open(self, path: Path) -> int:
-        """Opens a segment behind its last whole record; what stands there of an unfinished one is gone from the disk
+        """Opens a segment behind its last whole record; bytes of an unfinished record there are gone from the disk
         before another is written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -182,11 +185,11 @@ class Journal:
 
 
 def _records(path: Path, data: bytes) -> Iterator[_Record]:
-    """The whole records of a segment, in order.
+    """Yields the whole records of a segment, in order.
 
-    A record that is not whole is torn if what there is of it ends before it should: at the end of the data, in NUL
-    bytes up to there, or at the next record, because versions of before wrote behind torn records. Any other is
-    damaged. A flipped bit changes none of these places, unless it is in the last record and that ends in a NUL byte.
+    A record that is not whole is torn if its bytes end too early: at the end of the data, in NUL bytes up to there, or
+    at the next record, because earlier versions of moerl wrote behind torn records. Any other is damaged. A flipped bit
+    changes none of these places, unless it is in the last record and that ends in a NUL byte.
 
     Raises:
         MoerlError: a record is damaged.
@@ -208,7 +211,7 @@ def _records(path: Path, data: bytes) -> Iterator[_Record]:
 
 
 def _lengths(data: bytes, at: int) -> tuple[int, int] | None:
-    """Bytes of header and frame of the record that begins there; None if there is no prefix."""
+    """Returns bytes of header and frame of the record that begins at `at`; None if there is no prefix."""
     if len(data) < at + _PREFIX_BYTES:
         return None
     magic, _, header_bytes, frame_bytes = _PREFIX.unpack_from(data, at)
@@ -219,7 +222,7 @@ def _lengths(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def _whole(data: bytes, at: int, lengths: tuple[int, int]) -> _Record | None:
-    """The record of these lengths; None if a checksum does not match."""
+    """Returns the record of these lengths; None if a checksum does not match."""
     (header_bytes, frame_bytes), start = lengths, at + _PREFIX_BYTES
     middle, end = start + header_bytes, start + header_bytes + frame_bytes
     header, frame = data[start:middle], data[middle:end]
@@ -228,7 +231,7 @@ def _whole(data: bytes, at: int, lengths: tuple[int, int]) -> _Record | None:
 
 
 def _next_prefix(data: bytes, start: int, end: int) -> int | None:
-    """Returns where in this range the next record begins; None if none does."""
+    """Returns the byte of this range at which the next record begins; None if none does."""
     until = end + len(_MAGIC) - 1
     at = data.find(_MAGIC, start, until)
     while at >= 0 and _lengths(data, at) is None:

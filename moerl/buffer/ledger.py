@@ -13,18 +13,18 @@ from typing import Any
 from moerl.errors import MoerlError
 
 LEDGER_FILE = "ledger.json"
-"""In a run directory: the ledger after the latest step, for who watches the run. Checkpoints hold their own."""
+"""File in a run directory: the ledger after the latest step, for people who watch. Checkpoints have their own."""
 
 
 class Ledger:
-    """Counts rollouts by their end, and knows every group that has not ended.
+    """Counts of rollouts by their end, and every group that has not ended.
 
     Args:
         first: number of the first group that it counts.
 
     Attributes:
-        issued: rollouts asked for so far. trained: of these, in a step.
-        filtered, quarantined: by reason.
+        issued: rollouts asked for so far. trained: those of them that were in a step.
+        filtered, quarantined: rollouts by reason.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -38,18 +38,18 @@ class Ledger:
 
     @property
     def pending(self) -> int:
-        """Rollouts that are sampled, wait, or are in the batch of the step under way."""
+        """Rollouts that are being sampled, wait, or are in the batch of the step in progress."""
         return sum(self._pending.values())
 
     def pending_of(self, number: int) -> int:
-        """Rollouts of a group that have not ended."""
+        """Returns the number of rollouts of a group that have not ended."""
         return self._pending.get(number, 0)
 
     def issue(self, number: int, count: int) -> None:
-        """A group of `count` rollouts was asked for.
+        """Counts a group of `count` rollouts as asked for.
 
         Raises:
-            MoerlError: it was before.
+            MoerlError: the group is not the next one.
         """
         if number != self._frontier:
             raise MoerlError(f"ledger: group {number} was issued", seen=self._frontier, expected="the next number")
@@ -58,12 +58,12 @@ class Ledger:
         self._pending[number] = count
 
     def quarantine(self, number: int, reason: str) -> None:
-        """One rollout of a group was refused."""
+        """Counts one rollout of a group as refused."""
         self._take(number, 1)
         self.quarantined[reason] += 1
 
     def leave_out(self, number: int, count: int, reason: str) -> None:
-        """Some rollouts of a group are not trained on."""
+        """Counts some rollouts of a group as filtered: they are not trained on."""
         if count:
             self.filtered[reason] += self._take(number, count)
 
@@ -72,7 +72,7 @@ class Ledger:
         self.filtered[reason] += self._take(number, self.pending_of(number))
 
     def train(self, number: int, count: int) -> None:
-        """A group was in a step with `count` rollouts, all that are left of it.
+        """Counts `count` rollouts of a group, all that it has left, as trained in a step.
 
         Raises:
             MoerlError: the group has ended before, or has another number of rollouts left.
@@ -95,7 +95,7 @@ class Ledger:
         return count
 
     def check(self) -> None:
-        """Raises `MoerlError` where rollouts are lost or counted twice."""
+        """Raises `MoerlError` if rollouts are lost or counted twice."""
         ended = self.trained + self.filtered.total() + self.quarantined.total()
         if self.issued != ended + self.pending:
             raise MoerlError(
@@ -118,7 +118,7 @@ class Ledger:
 
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> Ledger:
-        """The ledger of a checkpoint.
+        """Returns the ledger of a checkpoint.
 
         Raises:
             MoerlError: its sums are not right.

@@ -1,7 +1,7 @@
 """Lengths of responses that were sampled against lengths of those that were trained.
 
-Whatever leaves responses out (filters, quarantine) may prefer short ones or long ones, and the policy learns it. Pure;
-runs in the controller.
+Whatever leaves responses out (filters, quarantine) may prefer short ones or long ones, and the policy learns that
+preference. Pure; runs in the controller.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 WINDOW = 4096
 """Latest responses of each kind that are compared."""
 MIN_RESPONSES = 256
-"""Fewer say nothing: by chance alone two samples of this size differ by 0.12 once in twenty times."""
+"""Fewest responses for a warning: by chance alone two samples of this size differ by 0.12 once in twenty times."""
 FAR = 0.15
-"""A distance to warn of."""
+"""Distance above which there is a warning."""
 
 
 class Lengths:
@@ -29,11 +29,11 @@ class Lengths:
         self._has_warned = False
 
     def offer(self, number: int, lengths: Iterable[int]) -> None:
-        """Takes those of the sampled responses of a group, whatever becomes of them. number: the group's."""
+        """Adds the lengths of the sampled responses of a group, whatever becomes of them. number: the group's."""
         self._offered.extend((number, length) for length in lengths)
 
     def train(self, lengths: Iterable[int]) -> None:
-        """Takes the lengths of the responses in a batch."""
+        """Adds the lengths of the responses in a batch."""
         self._trained.extend(lengths)
 
     @property
@@ -59,7 +59,7 @@ class Lengths:
         )
 
     def metrics(self) -> dict[str, float]:
-        """For a run's log, by the names of docs/metrics.md; after the first batch."""
+        """Returns metrics for a run's log, by the names of docs/metrics.md; call it after the first batch."""
         return {
             "lengths/offered_mean": float(np.mean([length for _, length in self._offered])),
             "lengths/trained_mean": float(np.mean(self._trained)),
@@ -70,7 +70,7 @@ class Lengths:
         """Returns plain JSON.
 
         Args:
-            open_numbers: of groups that are asked for again after a resume: they will offer theirs again.
+            open_numbers: numbers of groups that are asked for again after a resume, and offer their lengths again.
         """
         again = set(open_numbers)
         offered = [length for number, length in self._offered if number not in again]

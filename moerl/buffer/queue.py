@@ -4,7 +4,7 @@ A group is the responses to one prompt; groups are numbered as they are dispatch
 staleness asked for, W the window:
 
     slots      (S + 1) P; a group takes one when it is dispatched and gives it back when engines hold the weights that
-               its training produced, or at once where it is filtered
+               its training produced, or at once if it is filtered
     window     the W groups from the oldest one on that is not in a batch yet; finished groups of the window are taken,
                the oldest first, others wait
     bound      no token of a batch is older than S + ceil((W - 1) / P) versions, however many steps lie between two
@@ -12,10 +12,10 @@ staleness asked for, W the window:
 
 Why: a group that is dispatched as the n-th of those that are trained finds at most (S + 1) P - 1 others in slots, so
 engines hold version ceil((n + 1) / P) - S - 1 at least. At most n + W - 1 groups are taken before it, so it is trained
-by version floor((n + W - 1) / P) at most. The difference is largest where n + 1 is a multiple of P. The window is the
+by version floor((n + W - 1) / P) at most. The difference is largest for n + 1 a multiple of P. The window is the
 one of MiniMax-M2 (arXiv 2605.26494, section 6.2.4) and torchtitan. Nothing is dropped for its age.
 
-Where too old groups are dropped instead, there is no window: whatever is finished is taken, the oldest first, and the
+If too old groups are dropped instead, there is no window: all finished groups are taken, the oldest first, and the
 bound is S.
 
 Pure: no clock, no thread, no I/O. Runs in the controller.
@@ -33,8 +33,7 @@ from moerl.errors import ConfigError, MoerlError
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Groups a step, staleness in versions, window in groups, whether groups that are too old are dropped, and steps
-    between two updates of engines.
+    """Limits of the queue.
 
     Raises:
         ConfigError: No batch could ever be full, a window, dropping or rare updates without the staleness that they
@@ -42,10 +41,15 @@ class QueueLimits:
     """
 
     groups_per_step: int
+    """P."""
     max_staleness: int = 0
+    """S, in versions."""
     window: int = 1
+    """W, in groups."""
     drops: bool = False
+    """True if groups that are too old are dropped."""
     update_every: int = 1
+    """Steps between two updates of engines."""
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.window < 1:
@@ -56,7 +60,7 @@ class QueueLimits:
             )
         if self.window > 1 and not self.max_staleness:
             raise ConfigError(
-                "buffer.window: nothing can pass a slow group where every step waits for all of its own",
+                "buffer.window: nothing can pass a slow group if every step waits for all of its own",
                 seen=f"window {self.window}, max_staleness 0",
                 expected="a window of 1 without staleness",
                 remedy="set buffer.window=1, or buffer.max_staleness to 1 or more",
@@ -93,8 +97,8 @@ class QueueLimits:
 
 
 class GroupState(StrEnum):
-    """running: sampled or to be sampled. finished: waits for its batch. taken: in a batch, its slot not given back.
-    released: trained, kept for the window alone."""
+    """State of a group. running: sampled or to be sampled. finished: waits for its batch. taken: in a batch, its slot
+    not given back. released: trained, kept for the window alone."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -103,20 +107,20 @@ class GroupState(StrEnum):
 
 
 class GroupQueue:
-    """Hands out the numbers of groups, slot by slot, and the batches.
+    """Queue of groups, which hands out their numbers, slot by slot, and the batches.
 
     Args:
         limits: as the run's configuration has them.
         first: number of the first group.
 
     Attributes:
-        next_number: of the group that is dispatched next; every smaller number was dispatched.
+        next_number: number of the group that is dispatched next; every smaller number was dispatched.
     """
 
     def __init__(self, limits: QueueLimits, first: int = 0) -> None:
         self.limits = limits
         self.next_number = first
-        # In the order of dispatch, from the head of the window on; without those that were filtered.
+        # In the order of dispatch, from the head of the window on; without filtered groups.
         self._states: dict[int, GroupState] = {}
         # Slots that are taken: all of them but those of released groups.
         self._num_held = 0
@@ -130,11 +134,11 @@ class GroupQueue:
         return sum(each == state for each in self._states.values())
 
     def numbers(self, *states: GroupState) -> list[int]:
-        """Groups in these states, in the order of dispatch."""
+        """Returns the groups in these states, in the order of dispatch."""
         return [number for number, state in self._states.items() if state in states]
 
     def dispatch(self) -> int:
-        """Takes a slot; the number of the group that is to be sampled.
+        """Takes a slot, and returns the number of the group that is to be sampled.
 
         Raises:
             MoerlError: no slot is free.
@@ -148,17 +152,17 @@ class GroupQueue:
         return number
 
     def finish(self, number: int) -> None:
-        """The group has all its responses and rewards."""
+        """Marks a group as finished: it has all its responses and rewards."""
         self._move(number, GroupState.RUNNING, GroupState.FINISHED)
 
     def filter(self, number: int) -> None:
-        """The group is not trained: it gives its slot back, and the window closes up."""
+        """Removes a group that is not trained: its slot is free, and the window closes up."""
         self._require(number, GroupState.RUNNING, GroupState.FINISHED)
         del self._states[number]
         self._num_held -= 1
 
     def next_batch(self) -> list[int]:
-        """The groups that `take` would take."""
+        """Returns the groups that `take` would return."""
         taken, window_ends = list[int](), len(self._states)
         for place, (number, state) in enumerate(self._states.items()):
             if place >= window_ends or len(taken) == self.limits.groups_per_step:
@@ -171,18 +175,18 @@ class GroupQueue:
         return taken if len(taken) == self.limits.groups_per_step else []
 
     def take(self) -> list[int]:
-        """The groups of the next batch, the oldest first; empty while fewer than P can be taken."""
+        """Takes and returns the groups of the next batch, the oldest first; empty while fewer than P can be taken."""
         taken = self.next_batch()
         for number in taken:
             self._states[number] = GroupState.TAKEN
         return taken
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Engines hold the weights that the training of these groups, a batch, produced."""
+        """Frees the slots of these groups, a batch: engines hold the weights that its training produced."""
         for number in numbers:
             self._move(number, GroupState.TAKEN, GroupState.RELEASED)
             self._num_held -= 1
-        # What lies before the head counts in no window any more.
+        # Groups before the head count in no window any more.
         for number in list(self._states):
             if self._states[number] == GroupState.RELEASED:
                 del self._states[number]
@@ -214,7 +218,8 @@ class GroupQueue:
 
     @classmethod
     def restored(cls, limits: QueueLimits, snapshot: Mapping[str, Any]) -> GroupQueue:
-        """The queue of a checkpoint. Groups that were not trained are to be sampled again, under their numbers."""
+        """Returns the queue of a checkpoint. Groups that were not trained are to be sampled again, under their
+        numbers."""
         queue = cls(limits)
         queue.next_number = snapshot["next_number"]
         states = dict.fromkeys(snapshot["open"], GroupState.RUNNING) | dict.fromkeys(
@@ -226,12 +231,12 @@ class GroupQueue:
 
 
 def age(trained_version: int, sampled_versions: Sequence[int]) -> int:
-    """Versions between the oldest token and the version that is trained on it."""
+    """Returns the versions between the oldest token and the version that is trained on it."""
     return trained_version - min(sampled_versions)
 
 
 def check_ages(ages: Iterable[int], limits: QueueLimits) -> int:
-    """The largest age of a batch.
+    """Returns the largest age of a batch.
 
     Raises:
         MoerlError: it is above the bound.

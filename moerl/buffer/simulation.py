@@ -1,4 +1,4 @@
-"""How long a step takes, and how old its tokens are: a simulation of engines and a trainer around the real queue.
+"""Duration of a step, and age of its tokens: a simulation of engines and a trainer around the real queue.
 
 Time runs from event to event: a response ends, a batch is trained, engines hold new weights. Slots, window and batches
 are those of `GroupQueue`, so what the simulation says of ages and of dropped groups is what a run would do with these
@@ -22,48 +22,54 @@ from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of the parts of a step.
-
-    decode_step: of one token for all responses of an engine. decode_row: the same, more for each response.
-    prefill_row: of a prompt. train_step, train_token: of training, whatever the batch is, and more per trained token.
-    publish: from the end of training until engines hold the weights. stall: that an engine stands still for them.
-    recompute_token: of a token that a response under way has then, where engines compute its keys and values again.
-    """
+    """Seconds of the parts of a step."""
 
     decode_step: float
+    """Seconds of one token for all responses of an engine."""
     decode_row: float
+    """Seconds more of one token for each response."""
     prefill_row: float
+    """Seconds to prefill a prompt."""
     train_step: float
+    """Seconds of training, whatever the batch is."""
     train_token: float
+    """Seconds more for each trained token."""
     publish: float
+    """Seconds from the end of training until engines hold the weights."""
     stall: float = 0.0
+    """Seconds that an engine stands still for new weights."""
     recompute_token: float = 0.0
+    """Seconds then for each token of a response in progress, if engines compute its keys and values again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """engines: side by side. max_running: responses that an engine decodes together."""
+    """Engines of a simulation."""
 
     engines: int
+    """Engines that work at the same time."""
     max_running: int
+    """Responses that an engine decodes together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Results of a simulated run, without its first quarter.
-
-    step_seconds: mean. tokens_per_second: trained. trainer_waits: share of time without a batch. engines_wait: share of
-    time without a response, mean over engines. age_max, age_mean: of trained groups by their oldest token, in versions.
-    left_out: share of sampled tokens whose group was dropped.
-    """
+    """Results of a simulated run; without its first quarter, unless a field says otherwise."""
 
     step_seconds: float
+    """Mean seconds of a step."""
     tokens_per_second: float
+    """Trained tokens."""
     trainer_waits: float
+    """Share of time in which the trainer has no batch."""
     engines_wait: float
+    """Share of the whole run in which an engine has no response, mean over engines."""
     age_max: int
+    """Largest age of a trained group by its oldest token, in versions."""
     age_mean: float
+    """Mean of these ages."""
     left_out: float
+    """Share of the tokens sampled in the whole run whose group was dropped."""
 
 
 @dataclass(slots=True)
@@ -74,7 +80,7 @@ class _Response:
 
 @dataclass(slots=True)
 class _Group:
-    """version: the oldest that sampled one of its tokens; -1 before there is one."""
+    """Responses to one prompt. version: oldest version that sampled one of its tokens; -1 before there is a token."""
 
     num_tokens: int
     num_left: int
@@ -83,7 +89,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Engine:
-    """tokens: that each response has got since time began, had it been there. stamp: of its latest plan."""
+    """State of an engine. tokens: number that a response would have that ran since time 0. stamp: number of its latest
+    plan."""
 
     costs: StepCosts
     max_running: int
@@ -110,12 +117,12 @@ class _Engine:
         elif self.token_seconds > 0:
             self.tokens += max(0.0, now - max(self.now, self.ready_at)) / self.token_seconds
         elif now >= self.ready_at:
-            # Tokens that cost nothing are there at once: a fit may say so where prompts cost all.
+            # Tokens that cost nothing are there at once: a fit may say so if prompts cost all.
             self.tokens = max(self.tokens, self.running[0][0])
         self.now = now
 
     def admit(self, order: itertools.count[int]) -> list[_Response]:
-        """Waiting responses get places; those that did."""
+        """Gives places to waiting responses, and returns those that got one."""
         admitted: list[_Response] = []
         while self.waiting and len(self.running) < self.max_running:
             response = self.waiting.popleft()
@@ -129,12 +136,12 @@ class _Engine:
 
     @property
     def tokens_under_way(self) -> float:
-        """That its running responses have so far."""
+        """Tokens that its running responses have so far."""
         return sum(self.tokens - end + response.num_tokens for end, _, response in self.running)
 
     @property
     def next_end(self) -> float:
-        """When its next response ends, if nothing happens before."""
+        """Time at which its next response ends, if nothing happens before."""
         return max(self.now, self.ready_at) + max(0.0, self.running[0][0] - self.tokens) * self.token_seconds
 
 
@@ -148,7 +155,7 @@ class _Simulation:
         self.order = itertools.count()
         # Time, order, engine and the stamp of its plan; -1 for the trainer.
         self.events: list[tuple[float, int, int, int]] = []
-        # Of the trainer and of engines.
+        # Versions of the trainer and of engines.
         self.version = self.engine_version = 0
         self.now = self.waiting_since = 0.0
         self.ages: list[tuple[int, int]] = []
@@ -186,7 +193,7 @@ class _Simulation:
             self._plan(index)
 
     def _plan(self, index: int) -> None:
-        """An engine admits what waits, and says when its next response ends."""
+        """Has an engine admit waiting responses, and queues the event of its next end of a response."""
         engine = self.engines[index]
         engine.advance(self.now)
         for response in engine.admit(self.order):
@@ -260,7 +267,7 @@ def simulate(
     length: Callable[[], int],
     num_steps: int = 32,
 ) -> Simulated:
-    """Runs `num_steps` steps.
+    """Simulates `num_steps` steps, and returns the results.
 
     Args:
         group_size: responses to a prompt.
@@ -286,12 +293,13 @@ def simulate(
 
 
 def drawn_from(lengths: Sequence[int], seed: int) -> Callable[[], int]:
-    """Draws from measured lengths, each equally likely."""
+    """Returns a function that draws from measured lengths, each equally likely."""
     generator, values = random.Random(seed), list(lengths)
     return lambda: generator.choice(values)
 
 
 def long_tailed(mean: float, longest: int, seed: int) -> Callable[[], int]:
-    """Draws log-normal lengths of about this mean, cut off at `longest`; their logarithms have a deviation of 1."""
+    """Returns a function that draws log-normal lengths of about this mean, cut off at `longest`; their logarithms have
+    a deviation of 1."""
     generator = random.Random(seed)
     return lambda: min(longest, max(1, round(generator.lognormvariate(math.log(mean) - 0.5, 1.0))))

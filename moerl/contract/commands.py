@@ -95,7 +95,7 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Build(Command):
     stage: Stage
-    """As in `Trainer.build`."""
+    """Training stage of the policy."""
     model: str
     """Path of a Hugging Face directory."""
     spec: ModelSpec
@@ -125,16 +125,16 @@ class Score(Command):
 
 class Prepare(Command):
     minibatch: int
-    """As in `Score`."""
+    """Number of a loaded minibatch, from 0."""
     prove: bool
-    """As in `Score`."""
+    """True if the proof of routing is wanted."""
 
 
 class Step(Command):
     minibatch: int
-    """As in `Score`."""
+    """Number of a loaded minibatch, from 0."""
     prove: bool
-    """As in `Score`."""
+    """True if the proof of routing is wanted."""
     advantages: Array | None = None
     """float32, one per sample of the minibatch, in place of those in its frame; None keeps those."""
 
@@ -251,9 +251,9 @@ class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     rows: Array
     """`rows_RC`."""
     loss_sum: float | None
-    """As in `PassReport`."""
+    """Sum of the losses of the rank's tokens; None if there are none."""
     rows_verified: int
-    """As in `PassReport`."""
+    """Routing rows proved."""
     load: Array
     """`load_LE`."""
     agreement: Array
@@ -261,7 +261,7 @@ class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     live_rows: Array
     """`live_rows_L`."""
     update: UpdateReport | None
-    """As in `PassReport`."""
+    """None after a forward-only pass."""
 
     @classmethod
     def of(cls, report: PassReport) -> Self:
@@ -293,13 +293,13 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kind: str
     """Name of the error's class in `moerl.errors`; empty for any other error, which `what` names."""
     what: str
-    """As in `MoerlError`."""
+    """The problem, in words."""
     seen: str | None = None
-    """As in `MoerlError`."""
+    """Value seen; None if the error has none."""
     expected: str | None = None
-    """As in `MoerlError`."""
+    """Value expected; None if the error has none."""
     remedy: str = ""
-    """As in `MoerlError`; may be empty."""
+    """Advice; may be empty."""
     notes: tuple[str, ...] = ()
     """Notes that were added to the error."""
     reason: str = ""
@@ -307,7 +307,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     field: str = ""
     """Field of a `ContractError`, else empty."""
     microbatch: int = -1
-    """As in `UnprovedError`, else -1."""
+    """Index of a microbatch of the rank whose checksum is wrong; -1 if the error names none."""
 
     @classmethod
     def of(cls, error: Exception) -> Self:
