@@ -19,39 +19,40 @@ _MAX_PARTNERS = 4
 
 @dataclass(slots=True)
 class Division:
-    """Sequences in packs, packs on ranks. S = sequences, P = packs.
-
-    rows: int64 [S]. cost: float64 [S]. pack_of: int64 [S]. rank_of: int64 [P], equally many packs per rank.
-    capacity: most rows of a pack.
-    """
+    """Sequences in packs, packs on ranks. S = sequences, P = packs."""
 
     rows: NDArray[np.int64]
+    """int64 [S]; rows of each sequence."""
     cost: NDArray[np.float64]
+    """float64 [S]; cost of each sequence."""
     pack_of: NDArray[np.int64]
+    """int64 [S]; pack of each sequence."""
     rank_of: NDArray[np.int64]
+    """int64 [P]; rank of each pack, equally many packs per rank."""
     capacity: int
+    """Most rows of a pack."""
 
     @property
     def pack_costs(self) -> NDArray[np.float64]:
-        """float64 [P]."""
+        """float64 [P]: cost of each pack."""
         return np.bincount(self.pack_of, self.cost, len(self.rank_of))
 
     @property
     def rank_costs(self) -> NDArray[np.float64]:
-        """float64 [ranks]."""
+        """float64 [ranks]: cost of each rank."""
         return np.bincount(self.rank_of, self.pack_costs)
 
     def by_rank(self) -> list[list[int]]:
-        """The packs of each rank, by falling cost."""
+        """Returns the packs of each rank, by falling cost."""
         order = np.argsort(-self.pack_costs, kind="stable")
         return [order[self.rank_of[order] == rank].tolist() for rank in range(int(self.rank_of.max()) + 1)]
 
     def improve(self) -> None:
         """Lowers the cost of the dearest rank until it is close enough to the mean or nothing helps.
 
-        One exchange is between the dearest rank and one of the cheapest: a sequence there for a cheaper one here, or
-        for none, such that both packs keep to the capacity. Of all pairs the one that comes closest to halving the
-        difference of the two ranks is taken, which makes the dearer of the two cheaper.
+        One exchange gives a sequence of the dearest rank to one of the cheapest, for a cheaper sequence or for none,
+        such that both packs keep to the capacity. The pair that comes closest to halving the difference of the two
+        ranks is exchanged, which makes the dearer of the two cheaper.
         """
         for _ in range(_MAX_EXCHANGES):
             costs = self.rank_costs

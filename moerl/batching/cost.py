@@ -1,6 +1,6 @@
 """Cost of training on a sequence, as a function of its length. Plain numbers; any process.
 
-Attention makes cost grow faster than length, so packs of equal length are not equally long to run.
+Attention makes cost grow faster than length, so packs of equal length differ in run time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ class SequenceCost:
     """
 
     linear: float = 1.0
+    """Cost per row."""
     quadratic: float = 0.0
+    """Cost per squared row."""
 
     def __call__(self, num_rows: int) -> float:
         return self.linear * num_rows + self.quadratic * num_rows**2
 
 
 def sequence_flops(model: ModelDescription) -> SequenceCost:
-    """Floating-point operations of the forward pass over one sequence, s = rows; the backward pass takes twice that.
+    """Returns the floating-point operations of the forward pass over one sequence, s = rows; the backward pass takes
+    twice that.
 
         projections   layers * 2 * hidden * head_dim * (2 * heads + 2 * key_value_heads) * s
         gated FFN     layers * 6 * hidden * ffn_width * s

@@ -14,7 +14,7 @@ from typing import Any
 from moerl.batching.order import epoch_permutation
 
 FORGET_EPOCHS = 4
-"""After so many epochs a prompt comes again whatever was known of it: the policy is another one by then."""
+"""Epochs after which a prompt comes again, whatever its rate was: the policy is another one by then."""
 
 SMALLEST_WEIGHT = 0.1
 """Smallest chance under `CurriculumRule.by_variance`: that of a prompt that is always or never solved."""
@@ -22,19 +22,18 @@ SMALLEST_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CurriculumRule:
-    """Rule by which prompts are taken, from the share p of right responses in their latest group.
-
-    skip_above, skip_below: prompts beyond are passed over; None = none is. by_variance: other prompts are taken with
-    the chance 4 p (1 - p), `SMALLEST_WEIGHT` at least.
-    """
+    """Rule by which prompts are taken, from the share p of right responses in their latest group."""
 
     skip_above: float | None = None
+    """Prompts with a larger p are passed over; None passes over none."""
     skip_below: float | None = None
+    """Prompts with a smaller p are passed over; None passes over none."""
     by_variance: bool = False
+    """True if other prompts are taken with the chance 4 p (1 - p), `SMALLEST_WEIGHT` at least; False takes all."""
 
     @property
     def is_even(self) -> bool:
-        """True where every prompt is taken."""
+        """True if every prompt is taken."""
         return self.skip_above is None and self.skip_below is None and not self.by_variance
 
     def chance(self, rate: float) -> float:
@@ -48,26 +47,27 @@ class CurriculumRule:
 
 @dataclass(slots=True)
 class Curriculum:
-    """The prompts of a run, one after the other.
-
-    num_prompts: >= 1. block: so many prompts in a row are different ones, where there are as many.
-
-    Attributes:
-        cursor: places of all epochs that were looked at. num_passed: of them, passed over.
-        rates: by prompt, the share of right responses in its latest group, and the epoch of that.
-    """
+    """The prompts of a run, one after the other."""
 
     choice: CurriculumRule
+    """Rule by which prompts are taken."""
     num_prompts: int
+    """Prompts of the run, >= 1."""
     block: int
+    """So many prompts in a row are different ones, if there are as many."""
     seed: int
+    """Seed of the order and of the chances."""
     cursor: int = 0
+    """Places of all epochs that were looked at."""
     num_passed: int = 0
+    """Places that were passed over."""
     rates: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By prompt, the share of right responses in its latest group, and the epoch in which that came."""
     _recent: list[int] = field(default_factory=list)
 
     def next(self) -> int:
-        """The next prompt. Where a whole epoch of them is passed over, the one at the cursor is taken all the same."""
+        """Returns the next prompt. If a whole epoch of them is passed over, the next one that is not among the latest
+        is taken all the same."""
         for _ in range(self.num_prompts):
             prompt, epoch = self._at(self.cursor)
             if self._is_taken(prompt, epoch):
@@ -79,11 +79,11 @@ class Curriculum:
         return self._take(self._at(self.cursor)[0])
 
     def learn(self, prompt: int, rate: float) -> None:
-        """A group of a prompt has come. rate: share of right responses in it."""
+        """Notes that a group of a prompt has come. rate: share of right responses in it."""
         self.rates[prompt] = (rate, self._at(self.cursor)[1])
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Returns the state as plain JSON."""
         rates = [[prompt, rate, epoch] for prompt, (rate, epoch) in self.rates.items()]
         return {"cursor": self.cursor, "passed": self.num_passed, "recent": self._recent.copy(), "rates": rates}
 
@@ -94,7 +94,7 @@ class Curriculum:
         self.rates = {prompt: (rate, epoch) for prompt, rate, epoch in snapshot["rates"]}
 
     def _at(self, place: int) -> tuple[int, int]:
-        """Prompt and epoch of a place."""
+        """Returns prompt and epoch of a place."""
         epoch, number = divmod(place, self.num_prompts)
         return int(epoch_permutation(self.num_prompts, epoch, self.seed)[number]), epoch
 

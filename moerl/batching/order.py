@@ -15,10 +15,10 @@ from moerl.errors import ConfigError
 
 
 def batch_indices(num_items: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """The items of one step, drawn without replacement within an epoch.
+    """Returns the items of one step, drawn without replacement within an epoch.
 
     An epoch is ``num_items // batch_size`` steps over a permutation of its own. No item appears twice in an
-    epoch, so none twice in a batch; where `batch_size` does not divide `num_items`, the few last items of
+    epoch, so none twice in a batch; if `batch_size` does not divide `num_items`, the few last items of
     the permutation sit this epoch out.
 
     Args:
@@ -47,7 +47,7 @@ def batch_indices(num_items: int, batch_size: int, step: int, seed: int) -> list
 
 @lru_cache(maxsize=4)
 def epoch_permutation(num_items: int, epoch: int, seed: int) -> NDArray[np.int64]:
-    """The order of one epoch: int64 [num_items].
+    """Returns the order of one epoch: int64 [num_items].
 
     Items are sorted by a hash of (seed, epoch, item). Unlike a generator's shuffle this does not change with
     the version of numpy, so a resumed run sees the same data.
@@ -55,7 +55,7 @@ def epoch_permutation(num_items: int, epoch: int, seed: int) -> NDArray[np.int64
     salt = _hash(_hash(np.array([seed], np.uint64)) + np.uint64(epoch))
     keys = mix(salt + np.arange(num_items, dtype=np.uint64) * np.uint64(POSITION_PRIME))
     order = np.argsort(keys, kind="stable")
-    # One array for all who ask.
+    # All callers get the same array.
     order.flags.writeable = False
     return order
 

@@ -32,30 +32,29 @@ _PARTS_OF_A_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """How sequences share microbatches.
-
-    token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
-    padding: what the layout needs. count_multiple: ranks get a multiple of this many microbatches, as an interleaved
-    pipeline schedule needs. cost: what ranks are balanced by; rows alone where not given. share_prompts: rows that
-    several samples begin with are packed once.
-    """
+    """Options by which sequences share microbatches."""
 
     token_budget: int
+    """Most rows of a microbatch, padding included; a longer sample has a microbatch of its own."""
     padding: Padding = field(default_factory=Padding)
+    """Padding that the layout needs."""
     count_multiple: int = 1
+    """Ranks get a multiple of this many microbatches, as an interleaved pipeline schedule needs."""
     cost: SequenceCost = field(default_factory=SequenceCost)
+    """Cost by which ranks are balanced; the default counts rows alone."""
     share_prompts: bool = False
+    """True if rows that several samples begin with are packed once."""
 
 
 def pack_trajectories(
     samples: Sequence[TrainSample], options: PackOptions, *, replay: bool, uncaptured: Uncaptured = "reject"
 ) -> list[Microbatch]:
-    """`pack_for_ranks` for one rank."""
+    """Runs `pack_for_ranks` for one rank."""
     return pack_for_ranks(samples, 1, options, replay=replay, uncaptured=uncaptured)[0]
 
 
 def pack_text(samples: Sequence[TextSample], options: PackOptions) -> list[Microbatch]:
-    """Microbatches of supervised sequences for one rank."""
+    """Packs supervised sequences for one rank."""
     return pack_text_for_ranks(samples, 1, options)[0]
 
 
@@ -67,15 +66,17 @@ def pack_for_ranks(
     replay: bool,
     uncaptured: Uncaptured = "reject",
 ) -> list[list[Microbatch]]:
-    """One list of microbatches per data-parallel rank, all of the same length; together they hold every sample once.
+    """Returns one list of microbatches per data-parallel rank, all of the same length; together they hold every sample
+    once.
 
     Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the options allow, of
     nearly equal cost (`moerl.batching.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
     rows alone.
 
     Args:
-        samples: trajectories of one model with their advantages; `sample_index` counts in them.
-        replay: attach expert ids and their checksums. uncaptured: with `replay`, what to do about rows without them.
+        samples: trajectories of one model with their advantages; `sample_index` counts in this sequence.
+        replay: attach expert ids and their checksums.
+        uncaptured: with `replay`, the treatment of rows without captured routing.
 
     Raises:
         ReplayError: `replay`, `uncaptured` is reject, and a row has no captured routing.
@@ -97,7 +98,7 @@ def pack_for_ranks(
 
 
 def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: PackOptions) -> list[list[Microbatch]]:
-    """`pack_for_ranks` for supervised sequences.
+    """Does the same as `pack_for_ranks` for supervised sequences.
 
     Raises:
         ContractError: A sequence is too short, or its loss mask does not fit.
@@ -112,10 +113,10 @@ def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: 
 
 
 def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions) -> dict[str, float]:
-    """How well whole microbatches of all data-parallel ranks are filled and balanced, by metric name.
+    """Returns how well whole microbatches of all data-parallel ranks are filled and balanced, by metric name.
 
     With c the cost of microbatch i of rank r, R ranks and the sums over all: ``packing/cost_max_over_mean`` is
-    max_r(sum_i c) R / sum c, and ``packing/lockstep_over_mean`` is sum_i(max_r c) R / sum c, the time lost where the
+    max_r(sum_i c) R / sum c, and ``packing/lockstep_over_mean`` is sum_i(max_r c) R / sum c, the time lost if the
     ranks wait for one another in every microbatch.
     """
     batches = [batch for rank in ranks for batch in rank]
@@ -141,7 +142,7 @@ def _batch_cost(batch: Microbatch, cost: SequenceCost) -> float:
 
 
 def _num_shared(batch: Microbatch) -> int:
-    """Rows that are not packed because those of another sample stand for them."""
+    """Returns the number of rows that are not packed because those of another sample stand for them."""
     before = prefix_lengths(batch.cu_seqlens, batch.prefix_of)
     used = np.zeros(0, np.int32) if batch.prefix_of is None else np.unique(batch.prefix_of[batch.prefix_of >= 0])
     return int(before.sum() - np.diff(batch.cu_seqlens)[used].sum())
@@ -161,7 +162,7 @@ def _pack(
     options: PackOptions,
     spec: ModelSpec | None,
 ) -> list[list[Microbatch]]:
-    """Microbatches per rank. num_rows, rows_of: of every sample. spec: as in `build_microbatch`."""
+    """Returns microbatches per rank. num_rows, rows_of: of every sample. spec: as in `build_microbatch`."""
     sizes = [family.size(num_rows, options.padding) for family in families]
     costs = [family.cost(num_rows, options.padding, options.cost) for family in families]
 
@@ -175,10 +176,10 @@ def _pack(
 
 
 def _plan(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, options: PackOptions) -> list[list[Pack]]:
-    """Packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows.
+    """Returns packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows.
 
     Args:
-        sizes: rows of what is packed, with their padding. costs: of the same.
+        sizes: rows of each family, with their padding. costs: of each family.
     """
     padding, budget = options.padding, options.token_budget
     if padding.unit > budget:
@@ -192,7 +193,8 @@ def _plan(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, options:
 
 
 def _refuse_repeated_rollouts(samples: Sequence[TrainSample]) -> None:
-    """Rows of one rollout have one salt: the routes of two samples of it could change places under one checksum."""
+    """Refuses two samples of one rollout: their rows have one salt, so that their routes could change places under one
+    checksum."""
     seen: dict[int, int] = {}
     for index, sample in enumerate(samples):
         rollout_id = sample.trajectory.lineage.rollout_id
@@ -208,7 +210,7 @@ def _refuse_repeated_rollouts(samples: Sequence[TrainSample]) -> None:
 
 
 def _common_spec(samples: Sequence[TrainSample]) -> ModelSpec | None:
-    """The model of all samples; None where there are none."""
+    """Returns the model of all samples; None without samples."""
     specs = list(dict.fromkeys(sample.trajectory.spec for sample in samples))
     if len(specs) > 1:
         raise ContractError(

@@ -1,9 +1,9 @@
-"""How sequences are divided into packs and packs among ranks, by their lengths and costs alone. Pure functions; any
+"""Division of sequences into packs and of packs among ranks, by their lengths and costs alone. Pure functions; any
 process.
 
 A plan is judged by three numbers, in this order: microbatches per rank (each costs a full round of communication),
-the largest cost of a rank over the mean, and the cost of running in lockstep, where microbatch i of every rank waits
-for the slowest of them (expert parallelism over data-parallel ranks).
+the largest cost of a rank over the mean, and the cost of running in lockstep: microbatch i of every rank waits for the
+slowest of them (expert parallelism over data-parallel ranks).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Pack = list[int]
 def plan_packs(
     sizes: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int, *, count_multiple: int = 1
 ) -> list[list[Pack]]:
-    """Packs per rank, equally many on each, every sequence in exactly one.
+    """Returns packs per rank, equally many on each, every sequence in exactly one.
 
     1. Best-fit decreasing says how many packs are needed; that number is rounded up to a multiple of the ranks, and
        per rank to one of `count_multiple`.
-    2. That many packs are filled evenly in rows and cost (`fit`). Where this leaves a sequence over, which takes packs
-       that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
+    2. That many packs are filled evenly in rows and cost (`fit`). If this leaves a sequence over, as it may with
+       packs that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
     3. Packs go to ranks in groups of similar cost (`deal`).
     4. Sequences are exchanged between the dearest rank and the cheap ones while that helps (`moerl.batching.balance`).
 
@@ -54,7 +54,7 @@ def plan_packs(
 
 
 def best_fit_decreasing(rows: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """int64 [sequences]: the pack of each, from 0 without gaps, of at most `capacity` rows unless alone.
+    """Returns int64 [sequences]: the pack of each, from 0 without gaps, of at most `capacity` rows unless alone.
 
     Each sequence, longest first, goes to the fullest pack that holds it. At most 11/9 of the fewest packs possible,
     plus 4 (Johnson, Demers, Ullman, Garey and Graham, SIAM J. Computing 3, 1974). Equal ones go in order of index.
@@ -76,7 +76,7 @@ def best_fit_decreasing(rows: NDArray[np.int64], capacity: int) -> NDArray[np.in
 
 
 def fit(rows: NDArray[np.int64], cost: NDArray[np.float64], num_packs: int, capacity: int) -> NDArray[np.int64] | None:
-    """int64 [sequences]: the pack of each; None where one finds no room.
+    """Returns int64 [sequences]: the pack of each; None if a sequence finds no room.
 
     Longest processing time first (Graham, SIAM J. Applied Mathematics 17, 1969) with two resources: each sequence,
     longest first, goes to the pack that holds it and whose rows and cost, each over its mean, are least in sum.
@@ -97,7 +97,7 @@ def fit(rows: NDArray[np.int64], cost: NDArray[np.float64], num_packs: int, capa
 
 
 def deal(pack_costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
-    """int64 [packs]: the rank of each, equally many on each rank.
+    """Returns int64 [packs]: the rank of each, equally many on each rank.
 
     Packs by falling cost are dealt in rounds of one per rank, within a round the dearest to the rank with the least so
     far. So the packs of a round, which run at the same time, cost nearly the same, and no two ranks end further apart

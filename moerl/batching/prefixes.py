@@ -2,7 +2,7 @@
 and so do supervised texts from what all of them begin with.
 
 A sample of S tokens whose first sampled one is token p has p - 1 rows that predict nothing that was sampled; row p - 1,
-the last of the prompt, predicts the first sampled token and stays with its response. Samples share rows only where
+the last of the prompt, predicts the first sampled token and stays with its response. Samples share rows only if
 tokens and recorded experts are the same, id by id, so each row is enforced and proved as if it were packed for every
 sample. Gradients are the same sums; the load-balancing loss counts a shared row once. Pure numpy; any process.
 """
@@ -23,23 +23,24 @@ from moerl.contract.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class PrefixFamily:
-    """Samples that are packed together. members: their indices, ascending. num_shared: rows that all begin with; 0 for
-    a sample alone."""
+    """Samples that are packed together."""
 
     members: tuple[int, ...]
+    """Indices of the samples, ascending."""
     num_shared: int = 0
+    """Rows that all members begin with; 0 for a sample alone."""
 
     def size(self, num_rows: Sequence[int], padding: Padding) -> int:
-        """Rows with their padding; `num_rows`: of every sample."""
+        """Returns the rows of the family with their padding; `num_rows`: of every sample."""
         return self.num_shared + sum(padding.padded(num_rows[i] - self.num_shared) for i in self.members)
 
     def cost(self, num_rows: Sequence[int], padding: Padding, cost: SequenceCost) -> float:
-        """The shared rows once, and of each sample what its others add."""
+        """Returns the cost of the shared rows, once, and of the other rows of each member."""
         shared = cost(self.num_shared)
         return shared + sum(cost(padding.padded(num_rows[i])) - shared for i in self.members)
 
     def sequences(self, rows: Sequence[SequenceRows], before: int) -> list[SequenceRows]:
-        """The sequences that are packed for it.
+        """Returns the sequences that are packed for the family.
 
         Args:
             rows: all rows of each member. before: sequences that stand before these in the microbatch.
@@ -52,12 +53,12 @@ class PrefixFamily:
 
 
 def alone(num_samples: int) -> list[PrefixFamily]:
-    """Every sample with all of its rows."""
+    """Returns families of one sample each, which share nothing."""
     return [PrefixFamily((index,)) for index in range(num_samples)]
 
 
 def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily]:
-    """Samples that begin with the same rows, in families of at most `most_rows` rows where they can be divided.
+    """Returns samples that begin with the same rows, in families of at most `most_rows` rows if they can be divided.
 
     Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses.
     """
@@ -81,8 +82,8 @@ def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: i
 
 
 def find_text_families(texts: Sequence[SequenceRows], padding: Padding, most_rows: int) -> list[PrefixFamily]:
-    """The same of supervised texts, which share what all of them begin with: an instruction, say. No routing is
-    recorded for them."""
+    """Does the same as `find_families` for supervised texts, which share the rows that all of them begin with: an
+    instruction, say. No routing is recorded for texts."""
     unlearned = [int(text.loss_mask.argmax()) for text in texts]
     begins = np.stack([text.input_ids[: min(unlearned)] for text in texts]) if texts else np.zeros((0, 0))
     num_shared = int((begins == begins[:1]).all(0).cumprod().sum())

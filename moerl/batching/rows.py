@@ -26,18 +26,16 @@ from moerl.errors import ContractError, ReplayError
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How many rows a layout needs.
-
-    sequence: every sequence is padded at its own end to a multiple of this. total: a microbatch is padded with a last
-    sequence of pad rows to a multiple of this (and of `sequence`).
-    """
+    """Multiples of rows that a layout needs."""
 
     sequence: int = 1
+    """Every sequence is padded at its own end to a multiple of this."""
     total: int = 1
+    """A microbatch is padded with a last sequence of pad rows to a multiple of this (and of `sequence`)."""
 
     @classmethod
     def of(cls, dims: ParallelDims) -> Padding:
-        """The padding of a layout."""
+        """Returns the padding of a layout."""
         return cls(sequence=dims.sequence_multiple, total=dims.tensor)
 
     @property
@@ -46,43 +44,54 @@ class Padding:
         return math.lcm(self.sequence, self.total)
 
     def padded(self, num_rows: int) -> int:
-        """Rows of a sequence of `num_rows` with the pad rows at its end."""
+        """Returns the rows of a sequence of `num_rows` with the pad rows at its end."""
         return num_rows + -num_rows % self.sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRows:
-    """One sequence of T input rows. Fields as in `Microbatch`, over this sequence alone.
-
-    prefix: index of the sequence that comes before it, or -1. recorded: what checksums are of; not packed.
-    """
+    """One sequence of T input rows. Fields are those of `Microbatch`, over this sequence alone."""
 
     input_ids: NDArray[np.integer]
+    """int [T]."""
     target_ids: NDArray[np.integer]
+    """int [T]."""
     loss_mask: NDArray[np.bool_]
+    """bool [T]."""
     advantages: NDArray[np.float32]
+    """float32 [T]."""
     rollout_logprobs: NDArray[np.float32]
+    """float32 [T]."""
     versions: NDArray[np.integer]
+    """int [T]."""
     temperatures: NDArray[np.float32]
+    """float32 [T]."""
     kept: KeptSets
+    """CSR over T rows."""
     truncated: NDArray[np.bool_]
+    """bool [T]."""
     sample_index: int
+    """Index of the sample of all rows."""
     routed: NDArray[np.bool_]
+    """bool [T]."""
     recorded: Recorded
+    """The sequence that checksums are computed from; not packed."""
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """uint8/uint16 [T, L, K]; None without replay."""
     prefix: int = -1
+    """Index of the sequence of the microbatch that comes before this one, or -1."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def key(self) -> int:
-        """Its salt."""
+        """Salt of the sequence."""
         return self.recorded.key
 
     @property
     def first(self) -> int:
-        """Position of its first row."""
+        """Position of the first row."""
         return self.recorded.num_shared
 
     def until(self, stop: int, key: int) -> SequenceRows:
@@ -91,7 +100,7 @@ class SequenceRows:
         return self._part(slice(0, stop), recorded=recorded)
 
     def after(self, start: int, prefix: int, key: int) -> SequenceRows:
-        """Returns the rows from `start` on, which go on from the sequence `prefix` of the salt `key`."""
+        """Returns the rows from `start` on, which continue the sequence `prefix` of the salt `key`."""
         recorded = replace(self.recorded, num_shared=start, shared_key=key)
         return self._part(slice(start, len(self)), recorded=recorded, prefix=prefix)
 
@@ -118,9 +127,9 @@ _PER_ROW = (
 def trajectory_rows(
     sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject"
 ) -> SequenceRows:
-    """The S - 1 rows of a trajectory, with its routing where `replay`.
+    """Returns the S - 1 rows of a trajectory, with its routing if `replay`.
 
-    uncaptured: what happens to rows without captured routing, as in `pack_for_ranks`.
+    uncaptured: treatment of rows without captured routing, as in `pack_for_ranks`.
     """
     trajectory = sample.trajectory
     _check_trainable(sample)
@@ -144,7 +153,7 @@ def trajectory_rows(
 
 
 def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
-    """The S - 1 rows of a supervised sequence."""
+    """Returns the S - 1 rows of a supervised sequence."""
     num_tokens = len(sample.token_ids)
     if num_tokens < 2:
         raise ContractError(
@@ -174,14 +183,14 @@ def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
 
 
 def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: ModelSpec | None) -> Microbatch:
-    """One microbatch of the sequences in their order, padded; of pad rows alone where there are no sequences.
+    """Returns one microbatch of the sequences in their order, padded; without sequences it has pad rows alone.
 
-    Pad rows at the end of a sequence belong to it: positions go on and it keeps its key. Over the whole microbatch, pad
-    row i has experts ``(i * K + k) mod E``: distinct within the row, since dropless dispatch counts on K of them, and
-    spread evenly over all, since pad rows that meet on a few experts run these out of memory.
+    Pad rows at the end of a sequence belong to it: positions go on, and the key is that of the sequence. Over the whole
+    microbatch, pad row i has experts ``(i * K + k) mod E``: distinct within the row, since dropless dispatch counts on
+    K of them, and spread evenly over all, since pad rows that meet on a few experts run these out of memory.
 
     Args:
-        spec: the model whose routing is attached to every sequence; None where none is.
+        spec: the model whose routing is attached to every sequence; None if none is attached.
     """
     lengths = [padding.padded(len(rows)) for rows in sequences]
     origins = [(rows.key, rows.first, rows.prefix) for rows in sequences]
@@ -221,7 +230,8 @@ def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: 
 
 @dataclass(frozen=True, slots=True)
 class _Filler:
-    """Writes the rows of `sequences`, one behind the other, to where `is_real`, bool [T]; pad rows keep a default."""
+    """Writer of the rows of `sequences`, one behind the other, to the rows at which `is_real`, bool [T], is True; pad
+    rows keep a default."""
 
     sequences: Sequence[SequenceRows]
     is_real: NDArray[np.bool_]
@@ -256,7 +266,7 @@ def _plain_rows(
     loss_mask: NDArray[np.bool_],
     sample_index: int,
 ) -> SequenceRows:
-    """Rows that no trajectory stands behind."""
+    """Returns rows without a trajectory."""
     num_rows = len(input_ids)
     zeros = np.zeros(num_rows, np.float32)
     return SequenceRows(

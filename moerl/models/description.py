@@ -24,52 +24,68 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): ranks of the compressed queries (0 = not compressed) and of keys and
-    values, and widths per head."""
+    """Multi-head latent attention (DeepSeek-V2): sizes of its projections."""
 
     q_rank: int
+    """Rank of the compressed queries; 0 = not compressed."""
     kv_rank: int
+    """Rank of the compressed keys and values."""
     nope_dim: int
+    """Width per head of queries and keys without rotation."""
     rope_dim: int
+    """Width per head of queries and keys with rotation."""
     value_dim: int
+    """Width per head of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """One model.
-
-    origin: where its config stands: ``model.architecture``, or the path of a config.json. folder: its Hugging Face
-    directory; None for a model to build, whose sizes can be changed by keys. family: the record that it was made from.
-    spec: what trainer and engines compare; its vocabulary is that of the ids that can be sampled.
-
-    intermediate_size: inner width of the dense layers, 0 = there are none. shared_size: inner width of all shared
-    experts of a layer together, 0 = none. moe_layers: indices of the decoder layers with experts. vocab_size: rows of
-    the embedding in a checkpoint. max_positions: tokens. qk_norm, attention_biases: as in `Family`. hf_config: content
-    of the config.
-    """
+    """One model: its sizes, and the config and the record of the family that they come from."""
 
     origin: str
+    """Place of its config, for messages: ``model.architecture``, or the path of a config.json."""
     folder: Path | None
+    """Hugging Face directory; None for a model to build, whose sizes can be changed by keys."""
     family: Family = field(repr=False)
+    """Record that the description was made from."""
     spec: ModelSpec
+    """Facts that trainer and engines compare; its vocabulary is that of the ids that can be sampled."""
     hidden_size: int
+    """Width of the residual stream."""
     num_layers: int
+    """Decoder layers, dense ones included."""
     moe_layers: tuple[int, ...]
+    """Indices of the decoder layers with experts."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Heads of keys and of values."""
     head_dim: int
+    """Width of a head, unless `latent` is set."""
     latent: LatentAttention | None
+    """None for a model without latent attention."""
     qk_norm: QKNorm
+    """Norms of queries and keys, as in `Family`."""
     attention_biases: tuple[str, ...]
+    """Projections with a bias, as in `Family`."""
     intermediate_size: int
+    """Inner width of the dense layers; 0 = there are none."""
     num_experts: int
+    """Experts of an MoE layer, shared ones not counted."""
     experts_per_token: int
+    """Experts that the router chooses for a token."""
     moe_intermediate_size: int
+    """Inner width of an expert."""
     shared_size: int
+    """Inner width of all shared experts of a layer together; 0 = none."""
     vocab_size: int
+    """Rows of the embedding in a checkpoint."""
     tie_word_embeddings: bool
+    """True if the head uses the embedding's weights."""
     max_positions: int
+    """Longest sequence, in tokens."""
     hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Content of the config."""
 
     @property
     def has_dense_layers(self) -> bool:
@@ -77,27 +93,27 @@ class ModelDescription:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Weights of the norm of a layer's queries and of that of its keys; 0 where there is none."""
+        """Weights of the norm of a layer's queries and of that of its keys; 0 without a norm."""
         heads = {"none": (0, 0), "head": (1, 1), "all_heads": (self.num_attention_heads, self.num_key_value_heads)}
         queries, keys = heads[self.qk_norm]
         return queries * self.head_dim, keys * self.head_dim
 
     def where(self, name: str) -> str:
-        """How to name a size in a message."""
+        """Returns the name of a size for messages."""
         return f"{self.origin}.{name}" if self.folder is None else f"{name} of {self.origin}"
 
     def moe_layers_of_stage(self, dims: ParallelDims, stage: int) -> tuple[int, ...]:
-        """The MoE layers of a pipeline stage: indices among the model's MoE layers, from 0."""
+        """Returns the MoE layers of a pipeline stage: indices among the model's MoE layers, from 0."""
         held = set(dims.layers_of_stage(self.num_layers, stage))
         return tuple(index for index, layer in enumerate(self.moe_layers) if layer in held)
 
     def with_vocabulary(self, num_ids: int) -> ModelDescription:
-        """With a tokenizer of `num_ids` ids: those that it has not are never sampled."""
+        """Returns the description with a tokenizer of `num_ids` ids: ids that the tokenizer lacks are never sampled."""
         return replace(self, spec=replace(self.spec, vocab_size=min(num_ids, self.vocab_size)))
 
 
 def read_model(folder: Path) -> ModelDescription:
-    """The model of a Hugging Face directory, from its config.json.
+    """Returns the model of a Hugging Face directory, from its config.json.
 
     Raises:
         ConfigError: There is no such file, it is not a model that can be trained, or a size is missing.
@@ -117,7 +133,7 @@ def read_model(folder: Path) -> ModelDescription:
 
 
 def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None) -> ModelDescription:
-    """The description of the model that a Hugging Face config names.
+    """Returns the description of the model that a Hugging Face config names.
 
     Args:
         config: content of a config.json, or `config.to_dict()`.
@@ -164,7 +180,7 @@ class _Reader:
     origin: str
 
     def size(self, name: str, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """Returns an integer of at least `least`."""
         value = self.config.get(name)
         most = MAX_SIZE.get(name, MAX_SIZE[""])
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -188,7 +204,7 @@ def _latent(read: _Reader) -> LatentAttention:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The content of a config.json. Raises `ConfigError` where there is none, or none that is a JSON object."""
+    """Returns the content of a config.json. Raises `ConfigError` if there is none, or none that is a JSON object."""
     if not file.is_file():
         raise ConfigError(
             "model.path: not a Hugging Face model directory",

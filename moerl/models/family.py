@@ -3,7 +3,7 @@
 Torch-free; any process. A family is a Hugging Face `model_type`; its record is a file of `moerl.models.families`. From
 the record follow the description of a model (`moerl.models.description`), the checkpoint's and Megatron's tensors,
 routing capture and enforcement in transformers, and the settings of Megatron-Bridge. Code of transformers and Megatron
-is named by import path and loaded where it is used.
+is named by import path and loaded by the code that uses it.
 """
 
 from __future__ import annotations
@@ -18,60 +18,66 @@ Config = Mapping[str, Any]
 QKNorm = Literal["none", "head", "all_heads"]
 """Norms of queries and keys: none, one that every head shares, or one over all heads together."""
 RouterWeights = Literal["softmax", "sigmoid"]
-"""How a router makes weights of its logits at the chosen experts (`moerl.rollout.enforce`)."""
+"""Function by which a router makes weights of its logits at the chosen experts (`moerl.rollout.enforce`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on configs that can be trained.
-
-    keys: what it looks at. allowed: True where the model can be trained. expected, reason: for the error.
-    """
+    """A condition on configs that can be trained."""
 
     keys: tuple[str, ...]
+    """Keys of the config that the rule looks at."""
     allowed: Callable[[Config], bool]
+    """Test of a config: True if the model can be trained."""
     expected: str
+    """Values that can be trained, for the error."""
     reason: str
+    """Reason of the rule, for the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family. Keys are those of the published config.json and of transformers 5.
 
-    model_type: of the config. num_experts: keys of E, the first that is there counts (transformers 5 writes other names
-    than were published). moe_layers: indices of the decoder layers with experts, in order.
-
-    The fingerprint is over: sizes: integers of at least 1 that every config has. optional_sizes: integers, or absent,
-    or null. switches: name -> value where it is absent. numbers: name -> value where it is absent.
-
-    Tensors: expert_size: key of the inner width of an expert. qk_norm: see `QKNorm`. attention_biases: the projections
-    with a bias, of "qkv" and "output". has_expert_bias: routers keep a bias per expert, which decides the choice alone.
-
-    transformers: experts_class: import path of the experts module of a layer, called as (hidden states [R, H], expert
-    ids [R, K], weights [R, K]). router_weights: see `RouterWeights`.
-
-    Megatron: rules: conditions besides those of every family. megatron_settings: provider settings that Megatron-Bridge
-    gets wrong or leaves out. megatron_attention: import path of the self-attention module of a family with one of its
-    own, or empty. tensor_parallel: False where the bridge's modules are wrong with more than one tensor-parallel rank.
+    The fingerprint is over `sizes`, `optional_sizes`, `switches` and `numbers`, and over facts that every family has
+    (`moerl.models.spec`).
     """
 
     model_type: str
+    """`model_type` of the config."""
     num_experts: tuple[str, ...]
+    """Keys of E; the first that is there counts (transformers 5 writes other names than were published)."""
     moe_layers: Callable[[Config], tuple[int, ...]]
+    """Function of the config: indices of the decoder layers with experts, in order."""
     sizes: tuple[str, ...]
+    """Keys of integers of at least 1 that every config has."""
     experts_class: str
+    """Import path of the experts module of a layer in transformers, called as (hidden states [R, H], expert ids [R, K],
+    weights [R, K])."""
     optional_sizes: tuple[str, ...] = ()
+    """Keys of integers that may be absent or null."""
     switches: Mapping[str, bool] = field(default_factory=dict)
+    """Keys of booleans -> value if the key is absent."""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Keys of numbers -> value if the key is absent."""
     expert_size: str = "moe_intermediate_size"
+    """Key of the inner width of an expert."""
     qk_norm: Callable[[Config], QKNorm] = lambda config: "none"
+    """Function of the config: norms of queries and keys."""
     attention_biases: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    """Function of the config: projections with a bias, of "qkv" and "output"."""
     has_expert_bias: bool = False
+    """True if routers keep a bias per expert, which decides the choice alone."""
     router_weights: RouterWeights = "softmax"
+    """Function by which the router in transformers weighs the chosen experts."""
     rules: tuple[Rule, ...] = ()
+    """Conditions besides those of every family."""
     megatron_settings: Callable[[Config], dict[str, Any]] = lambda config: {}
+    """Function of the config: provider settings that Megatron-Bridge gets wrong or leaves out."""
     megatron_attention: str = ""
+    """Import path of the self-attention module in Megatron-Bridge of a family with one of its own, or empty."""
     tensor_parallel: bool = True
+    """False if the bridge's modules are wrong with more than one tensor-parallel rank."""
 
 
 ATTENTION = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
@@ -83,14 +89,15 @@ OFF = {"attention_bias": False, "tie_word_embeddings": False}
 
 
 def sparse_step_layers(config: Config) -> tuple[int, ...]:
-    """Layer i is MoE where i is not in `mlp_only_layers` and (i + 1) is a multiple of `decoder_sparse_step`."""
+    """Returns all layers i that are not in `mlp_only_layers` and for which (i + 1) is a multiple of
+    `decoder_sparse_step`."""
     step = int(config.get("decoder_sparse_step") or 1)
     dense: set[int] = set(config.get("mlp_only_layers") or ())
     return tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
 
 
 def dense_prefix_layers(config: Config) -> tuple[int, ...]:
-    """All layers from `first_k_dense_replace` on."""
+    """Returns all layers from `first_k_dense_replace` on."""
     return tuple(range(int(config.get("first_k_dense_replace") or 0), config["num_hidden_layers"]))
 
 
@@ -102,12 +109,12 @@ def all_layers(config: Config) -> tuple[int, ...]:
 
 
 def is_rule(key: str, value: object, default: object, reason: str) -> Rule:
-    """`key` is `value`; where it is absent it counts as `default`."""
+    """Returns the rule that `key` is `value`; an absent key counts as `default`."""
     return Rule((key,), lambda config: config.get(key, default) == value, repr(value), reason)
 
 
 def rope_rule(*types: str) -> Rule:
-    """The rotary embedding is of one of `types`, and Megatron has it."""
+    """Returns the rule that the rotary embedding is of one of `types`, and that Megatron has it."""
     return Rule(
         ("rope_parameters", "rope_scaling"),
         lambda config: _rope_allowed(rope_parameters(config), types),

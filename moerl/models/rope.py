@@ -9,7 +9,7 @@ from moerl.errors import ConfigError
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in one shape: transformers 5 nests them, 4 had `rope_theta` and others at the top.
+    """Returns rotary parameters in one shape: transformers 5 nests them, 4 had `rope_theta` and others at the top.
 
     Raises:
         ConfigError: there is no rotary base.

@@ -34,7 +34,8 @@ RULES = (
 
 
 def megatron_settings(config: Config) -> dict[str, Any]:
-    """Shared experts are one MLP of all their sizes; choosing among groups of which all stay is no choice."""
+    """Returns provider settings: shared experts are one MLP of all their sizes, and a single group of experts is no
+    group."""
     grouped = (config.get("n_group") or 1) > 1
     return {
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["n_shared_experts"],

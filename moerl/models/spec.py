@@ -1,8 +1,8 @@
-"""`ModelSpec` from a Hugging Face config: what trainer and engines each compute on their own, and compare.
+"""`ModelSpec` from a Hugging Face config: facts that trainer and engines each compute on their own, and compare.
 
 Torch-free; any process. Reads a plain mapping (`config.to_dict()` or a parsed config.json), so that neither
 side needs the other's libraries, and both get the same fingerprint from the same architecture and vocabulary size.
-What each model family's config says, and where, stands in `moerl.models.families`.
+The keys of each model family's config stand in `moerl.models.families`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moerl.models.rope import rope_parameters
 
 
 def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The model facts of the contract, with a fingerprint over the architecture.
+    """Returns the model facts of the contract, with a fingerprint over the architecture.
 
     Args:
-        config: Content of a Hugging Face config. `vocab_size` becomes V as it stands; where the embedding is
+        config: Content of a Hugging Face config. `vocab_size` becomes V as it stands; if the embedding is
             padded beyond the tokenizer, replace it in the returned spec (`dataclasses.replace`).
 
     Raises:
@@ -59,10 +59,10 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config, by its `model_type`.
+    """Returns the family of a config, by its `model_type`.
 
     Raises:
-        ConfigError: it is none that moerl knows.
+        ConfigError: moerl does not know the family.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -77,7 +77,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def moe_layer_indices(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Indices of the decoder layers that are MoE layers, in order, by the rule of the config's family."""
+    """Returns the indices of the decoder layers that are MoE layers, in order, by the rule of the config's family."""
     _positive(config, "num_hidden_layers")
     return family_of(config).moe_layers(config)
 
@@ -111,7 +111,8 @@ def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _head_size(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """With latent attention the sizes of a head are facts of their own, and `head_dim` means one thing or another."""
+    """Returns the width of a head's queries and keys. With latent attention `head_dim` means one thing or another, and
+    the sizes of its parts count."""
     if "kv_lora_rank" in sizes:
         return sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
     return config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""Model configs that cannot be trained: where Megatron and Hugging Face would compute two different models.
+"""Model configs that cannot be trained: Megatron and Hugging Face would compute two different models.
 
 Torch-free; any process. Checked on the login node for a model directory and again by every trainer rank. The rules of a
 family stand in its record (`moerl.models.families`).
@@ -12,7 +12,7 @@ from moerl.models.spec import family_of
 
 
 def refuse_untrainable(config: Config) -> None:
-    """Raises where the trainer would compute another model than the config describes.
+    """Refuses a config if the trainer would compute another model than the config describes.
 
     Args:
         config: content of a Hugging Face config.

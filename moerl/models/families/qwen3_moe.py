@@ -18,14 +18,16 @@ from moerl.models.rope import rope_parameters
 
 
 def _megatron_settings(config: Config) -> dict[str, Any]:
-    """The bridge builds every layer with experts."""
+    """Returns the layers with experts, since the bridge by itself builds every layer with experts, and the settings of
+    YaRN."""
     moe_layers = set(sparse_step_layers(config))
     frequency = [int(i in moe_layers) for i in range(config["num_hidden_layers"])]
     return {"moe_layer_freq": frequency, **_yarn(config)}
 
 
 def _yarn(config: Config) -> dict[str, Any]:
-    """The defaults of transformers for what a YaRN configuration leaves out; Megatron's fields have none."""
+    """Returns the settings of YaRN, with the defaults of transformers for what a configuration leaves out; Megatron's
+    fields have none."""
     rope = rope_parameters(config)
     if rope["rope_type"] != "yarn":
         return {}
