@@ -1,10 +1,9 @@
 """Duration of a step, and age of its tokens: a simulation of engines and a trainer around the real queue.
 
 Time runs from event to event: a response ends, a batch is trained, engines hold new weights. Slots, window and batches
-are those of `GroupQueue`, so what the simulation says of ages and of dropped groups is what a run would do with these
-lengths and times. An engine decodes one token of each of its n responses in ``decode_step + n decode_row`` seconds; it
-stands still while it prefills prompts, while it takes new weights, and while it computes again what they interrupted.
-Pure; any process.
+are those of `GroupQueue`, so ages and dropped groups are those that a run would have with these lengths and times. An
+engine decodes one token of each of its n responses in ``decode_step + n decode_row`` seconds; it stands still while it
+prefills prompts, while it receives new weights, and while it computes interrupted responses again. Pure; any process.
 """
 
 from __future__ import annotations

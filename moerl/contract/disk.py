@@ -178,7 +178,7 @@ def _check_version(footer: Footer) -> None:
 
 
 def _check_sizes(footer: Footer, max_bytes: int) -> None:
-    """Refuses, before anything is decoded, columns whose size the footer does not tell, and more than `max_bytes`."""
+    """Refuses, before anything is decoded, columns whose size the footer does not state, and more than `max_bytes`."""
     decoded = 0
     for group in footer.row_groups:
         for column in group.columns:

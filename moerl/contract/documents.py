@@ -90,7 +90,7 @@ class _Look:
         return start
 
     def _count(self, num_values: int) -> None:
-        """Counts what a list or map says it holds, before one element is looked at."""
+        """Counts the elements that a list or map states, before one of them is looked at."""
         self._left -= num_values
         if self._left < 0:
             raise ContractError(

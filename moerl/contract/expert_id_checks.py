@@ -24,7 +24,7 @@ def check_expert_ids(trajectory: TrajectoryFields) -> None:
     """Checks range and distinctness of expert ids; rows that were not captured hold zeros and nothing else.
 
     An MoE layer of zeros repeats expert 0 and is refused under its own reason. With K = 1 a layer that used expert 0
-    throughout cannot be told from one that was never filled, and is accepted.
+    throughout looks like one that was never filled, and is accepted.
 
     Raises:
         ContractError: With the reason code of the first invariant that fails.

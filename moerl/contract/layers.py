@@ -56,7 +56,7 @@ def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]
         num_layers: decoder layers of the model. moe_layers: those with experts, from 0, ascending.
 
     Raises:
-        EngineError: the engine reports other layers than it says, or than the model has.
+        EngineError: the engine reports other layers than it announced, or than the model has.
     """
     announced = {ReportedLayers.ALL: tuple(range(num_layers)), ReportedLayers.MOE: moe_layers}
     expected = announced[info.reported_layers]
