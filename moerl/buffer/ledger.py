@@ -1,7 +1,7 @@
 """Account of the end of every rollout that was asked for: trained, filtered, quarantined, or still pending.
 
-A rollout contributes to at most one step. The ledger is committed with the weights, so the rollouts that a
-checkpoint counts as trained are in its weights, and no others are. Pure; runs in the controller.
+A rollout contributes to at most one step. The ledger is committed with the weights, so the rollouts that a checkpoint
+counts as trained are in its weights, and no others are. Pure; runs in the controller.
 """
 
 from __future__ import annotations
