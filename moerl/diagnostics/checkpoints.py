@@ -11,14 +11,16 @@ from moerl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceCheckpoint:
-    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
+    """A Hugging Face directory with the weights of one policy version."""
 
     folder: Path
+    """The directory."""
     version: int | None
+    """Policy version of the weights; None if the command line does not say it."""
 
 
 def split_version(named: str) -> tuple[Path, int | None]:
-    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
+    """Returns the directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
     the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
 
     Raises:
