@@ -22,7 +22,7 @@ def group_advantages(
     baseline: Baseline = "mean",
     episode_index_B: Tensor | None = None,
 ) -> Tensor:
-    """Reward of each rollout relative to the other rollouts of the same prompt.
+    """Returns the reward of each rollout relative to the other rollouts of the same prompt.
 
     `A_i = r_i - mean(r)` over the group, divided by `std(r) + eps` with `normalize_std` (GRPO: Shao et al.
     2024, arXiv:2402.03300). Without it: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which does not weigh
@@ -37,7 +37,7 @@ def group_advantages(
         normalize_std: divide by the group's deviation.
         eps: added to the deviation.
         episode_index_B: int64; equal values form an episode, which lies in one group and counts once in it, with the
-            mean of its rewards. Every rollout is an episode where not given.
+            mean of its rewards. If None, every rollout is an episode.
 
     Returns:
         float32 [B], computed in float64.
@@ -57,7 +57,7 @@ def group_advantages(
     count_G = zeros_G.index_add(0, group_B, share_B)
     mean_G = zeros_G.index_add(0, group_B, share_B * rewards) / count_G
     centered_B = rewards - mean_G[group_B]
-    # Rounding of the mean would leave 1e-17 where all rewards are equal, which `std` then blows up.
+    # If all rewards are equal, rounding of the mean would leave 1e-17, which `std` then blows up.
     highest_G = zeros_G.scatter_reduce(0, group_B, rewards, "amax", include_self=False)
     lowest_G = zeros_G.scatter_reduce(0, group_B, rewards, "amin", include_self=False)
     from_mean_B = centered_B = torch.where((highest_G == lowest_G)[group_B], 0.0, centered_B)
@@ -110,7 +110,7 @@ def pass_at_k_advantages(rewards_B: Tensor, group_index_B: Tensor, k: int) -> Te
 
 
 def whitened(advantages_B: Tensor, num_tokens_B: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """`(A - mean(A)) / (std(A) + eps)` over all sampled tokens of the batch: float32 [B], computed in float64.
+    """Returns `(A - mean(A)) / (std(A) + eps)` over all sampled tokens of the batch: float32 [B], computed in float64.
 
     Each rollout counts with its tokens. `std` is that of the population. REINFORCE++ (Hu et al. 2025,
     arXiv:2501.03262). Equal advantages give exactly 0.
@@ -127,7 +127,7 @@ def whitened(advantages_B: Tensor, num_tokens_B: Tensor, *, eps: float = 1e-8) -
 
 
 def less_when_overlong(rewards_B: Tensor, num_tokens_B: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """`r - factor clip((tokens - (limit - buffer)) / buffer, 0, 1)`: float [B].
+    """Returns `r - factor clip((tokens - (limit - buffer)) / buffer, 0, 1)`: float [B].
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13): nothing up to `limit - buffer` sampled
     tokens, `factor` at `limit` and beyond.

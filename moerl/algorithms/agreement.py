@@ -1,6 +1,6 @@
-"""Natural routing on the side: what the trainer's own routers would have chosen where recorded experts are enforced.
+"""Statistics of natural routing: what the trainer's own routers would have chosen while recorded experts are enforced.
 
-Runs in every trainer rank, inside the router hook, on the scores that are there anyway: no second forward pass. Shape
+Runs in every trainer rank, in the router hook, on scores that the hook has anyway: no second forward pass. Shape
 legend: t rows of a router call, E experts, K experts per token.
 """
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 STATISTICS = ("rows", "flips", "jaccard", "margin_at_flips", "margin_elsewhere")
 """Sums over rows, in this order: rows compared; rows whose natural choice is not the recorded one; Jaccard similarity
-of the two sets; margin of the natural choice where it is not the recorded one, and where it is."""
+of the two sets; margin of the natural choice if it is not the recorded one; the same if it is."""
 
 
 @torch.no_grad()
 def choice_statistics(scores_tE: Tensor, own_tK: Tensor, recorded_tK: Tensor, counted_t: Tensor) -> Tensor:
-    """Sums of `STATISTICS`, float64 [5], of one router call.
+    """Returns the sums of `STATISTICS`, float64 [5], of one router call.
 
     The margin is the score of the last natural expert less that of the best one left out: how much rounding it takes
     to flip the choice. It is in the units in which the family's router ranks (logits, or biased sigmoid scores), and
-    may be negative where groups of experts were chosen first.
+    may be negative if groups of experts are chosen first.
 
     Args:
         scores_tE: what the router ranks. own_tK, recorded_tK: int64 ids. counted_t: bool, rows to count.
@@ -55,7 +55,7 @@ def differs(own_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
 
 
 def summarize(sums_LS: Tensor) -> dict[str, list[float]]:
-    """Per layer, from sums over all ranks [L, 5]: share of flips, mean Jaccard similarity, mean margins.
+    """Returns the share of flips, mean Jaccard similarity and mean margins per layer, from sums over all ranks [L, 5].
 
     A mean over nothing is 0.
     """

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: a loss function, and an advantage function where GRPO's is not wanted."""
+"""An algorithm of the user's own: a loss function, and an advantage function unless GRPO's is used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Options = dict[str, bool | int | float | str]
 
 
 class Custom(AlgorithmSection):
-    """``loss(rows, **loss_options)`` returns a `PolicyLoss`; ``advantages(batch, **advantages_options)`` a float tensor
-    [B]. Both run in processes of moerl itself and can do there what they like."""
+    """Algorithm of two functions of the user's: ``loss(rows, **loss_options)`` returns a `PolicyLoss`,
+    ``advantages(batch, **advantages_options)`` a float tensor [B]. Both run unconfined in processes of moerl itself."""
 
     name: Literal["custom"] = Field(description="Algorithm.")
     loss: FunctionName = Field(description='Your loss function, as "package.module:function".')

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class DPPO(GroupPolicy):
-    """Qi et al. 2026, arXiv:2602.04879. Per token, `-w r A`, and 0 where the token has moved too far from the sampler
-    in the direction of A.
+    """Qi et al. 2026, arXiv:2602.04879. Per token, `-w r A`, and 0 if the token has moved too far from the sampler in
+    the direction of A.
 
     Too far: with p of the weights being trained and q of the sampler, both inside the support that the token was drawn
     from, D(q, p) is above `divergence_high` while A > 0 and p > q, or above `divergence_low` while A < 0 and p < q.

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class GMPO(GroupPolicy):
-    """Zhao et al. 2025, arXiv:2507.20673. With l the log-ratio of each token, cut at `clip_high` above where A > 0 and
-    at `-clip_low` below where A < 0, for each token of a response `-w exp(mean over the response of l) A`.
+    """Zhao et al. 2025, arXiv:2507.20673. With l the log-ratio of each token, at most `clip_high` if A > 0 and at least
+    `-clip_low` if A < 0, for each token of a response `-w exp(mean over the response of l) A`.
 
     Published with `reduction=sequence_mean`, 0.4 and 0.4.
     """

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class GroupPolicy(AlgorithmSection):
-    """Settings that all of them have. A subclass gives `name` its literal type and computes `token_losses`."""
+    """Settings that all built-in algorithms have. A subclass gives `name` its literal type and computes
+    `token_losses`."""
 
     overlong_buffer: Count | None = Field(
         description="Tokens before overlong_limit over which a reward falls by overlong_factor (DAPO); null = none."
@@ -68,8 +69,8 @@ class GroupPolicy(AlgorithmSection):
         " and 1 + sequence_band; null = none."
     )
     opsm_delta: NonNegative | None = Field(
-        description="Responses with a negative advantage are dropped where the mean log-prob of the sampler less that"
-        " of the trainer is above opsm_delta nats (off-policy sequence masking); null = none."
+        description="Responses with a negative advantage are dropped if the mean log-prob of the sampler less that of"
+        " the trainer is above opsm_delta nats (off-policy sequence masking); null = none."
     )
     reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
         description="Mean over all trained tokens; mean over responses of the mean over their tokens; or sum over"
@@ -104,7 +105,7 @@ class GroupPolicy(AlgorithmSection):
                 )
 
     def _contradictions(self, group_size: int, minibatches: int) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-        """Yields, for each rule, whether its keys contradict each other, these keys, and what would go together."""
+        """Yields, for each rule, whether its keys contradict each other, the keys, and what to set instead."""
         yield from (
             (
                 self.whiten and self.normalize_std,
@@ -149,12 +150,12 @@ class GroupPolicy(AlgorithmSection):
             (
                 self.importance == "off" and (self.importance_outside == "drop" or self.importance_floor > 0.0),
                 ("importance", "importance_outside", "importance_floor"),
-                "importance_outside=clip and importance_floor=0 where there is no weight",
+                "importance_outside=clip and importance_floor=0 if there is no weight",
             ),
             (
                 self.importance_outside == "drop" and self.importance_cap == 1.0,
                 ("importance_outside", "importance_cap"),
-                "a cap above 1 where weights beyond it are dropped, half of all else",
+                "a cap above 1 if weights beyond it are dropped: with 1, that is about half of all",
             ),
             (
                 self.proximal == "interpolated" and minibatches == 1,
@@ -262,14 +263,14 @@ class GroupPolicy(AlgorithmSection):
 
     @abstractmethod
     def objective(self) -> str:
-        """The formula of `token_losses` with the numbers in force; s for ratios of responses."""
+        """Returns the formula of `token_losses` with the numbers in force; s stands for ratios of responses."""
 
     @abstractmethod
     def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
-        """The objective times the detached `weights_T`, as a loss: float32 [T], 0 on untrained tokens."""
+        """Returns the objective times the detached `weights_T`, as a loss: float32 [T], 0 on untrained tokens."""
 
     def weights(self, rows: PolicyRows) -> Tensor:
-        """float32 [T], detached: the correction of every token."""
+        """Returns the correction of every token: float32 [T], detached."""
         from moerl.algorithms import toolbox
 
         weights_T = toolbox.importance_weights(

@@ -33,5 +33,5 @@ class GRPO(GroupPolicy):
         return toolbox.clipped_policy_loss(rows, weights_T, self.clip_low, self.clip_high, self.dual_clip)
 
     def objective(self) -> str:
-        dual = "" if self.dual_clip is None else f", at most -{self.dual_clip:g} A where A < 0"
+        dual = "" if self.dual_clip is None else f", at most -{self.dual_clip:g} A if A < 0"
         return f"-w min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A){dual}"

@@ -17,8 +17,8 @@ class GSPO(GroupPolicy):
     """Zheng et al. 2025, arXiv:2507.18071. With `s = exp(mean over the response of trainer - proximal)`, for each of
     its tokens `-w min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`.
 
-    The gradient of s is its own, through all tokens of the response; the form with a stop-gradient and token ratios
-    that is common elsewhere has the same. Published with `reduction=sequence_mean`.
+    The gradient of s goes through all tokens of the response; the form with a stop-gradient and token ratios that is
+    common elsewhere has the same gradient. Published with `reduction=sequence_mean`.
     """
 
     name: Literal["gspo"] = Field(description="Algorithm.")

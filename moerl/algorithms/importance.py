@@ -22,19 +22,22 @@ Level = Literal["token", "sequence", "geometric", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of importance weights. drops: weights outside become 0; else they become the bound."""
+    """Bounds of importance weights."""
 
     floor: float
+    """Smallest weight, at most 1; 0 = no lower bound."""
     cap: float
+    """Largest weight, at least 1."""
     drops: bool = False
+    """True if weights outside become 0; else they become the bound."""
 
 
 @torch.no_grad()
 def importance_weights(rows: PolicyRows, level: Level, bounds: Bounds) -> Tensor:
-    """The weight of every token, within bounds: float32 [T].
+    """Returns the weight of every token, within bounds: float32 [T].
 
     With d the log-ratio of a token: `exp(d)` at the level token; of a response, for all of its tokens, `exp(sum d)` at
-    sequence and `exp(mean d)` at geometric; 1 where off. Clipped: truncated importance sampling (TIS: Yao et al. 2025,
+    sequence and `exp(mean d)` at geometric; 1 at off. Clipped: truncated importance sampling (TIS: Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"). Dropped, 0 outside of the bounds: IcePop
     (Ling team 2025, "Every step evolves", arXiv:2510.18855).
     """
@@ -53,7 +56,7 @@ def importance_weights(rows: PolicyRows, level: Level, bounds: Bounds) -> Tensor
 
 @torch.no_grad()
 def within_band(rows: PolicyRows, band: float) -> Tensor:
-    """float32 [T]: 1 on responses whose geometric mean weight is within 1 / (1 + band) and 1 + band, else 0.
+    """Returns float32 [T]: 1 on responses whose geometric mean weight is within 1 / (1 + band) and 1 + band, else 0.
 
     The sequence mask of geometric importance sampling (Liu et al. 2025, "When speed kills stability").
     """
@@ -63,7 +66,8 @@ def within_band(rows: PolicyRows, band: float) -> Tensor:
 
 @torch.no_grad()
 def on_policy_enough(rows: PolicyRows, delta: float) -> Tensor:
-    """float32 [T]: 0 on tokens with a negative advantage of responses with `mean(rollout - trainer) > delta`, else 1.
+    """Returns float32 [T]: 0 on tokens with a negative advantage of responses with `mean(rollout - trainer) > delta`,
+    else 1.
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556), against the sampler's log-probs and with the weights
     being trained, so that it also sees how far the updates of a batch have gone.

@@ -1,7 +1,7 @@
 """KL terms per token. Runs in trainer processes.
 
 The penalty uses exact KLs (`moerl.kernels`: a sum over the kept set or over the full vocabulary). The
-estimator below serves metrics, where only the log-probs of the sampled tokens are at hand.
+estimator below serves metrics, for which only the log-probs of the sampled tokens are at hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moerl.errors import ConfigError
 
 
 def kl_penalty(loss_T: Tensor, rows: PolicyRows, kl_coef: float) -> Tensor:
-    """`loss + kl_coef * KL` per token with the exact KL of `rows`, 0 added on untrained tokens.
+    """Returns `loss + kl_coef * KL` per token with the exact KL of `rows`; adds 0 on untrained tokens.
 
     Raises:
         ConfigError: the rows carry no KL.
@@ -31,12 +31,11 @@ def kl_penalty(loss_T: Tensor, rows: PolicyRows, kl_coef: float) -> Tensor:
 
 
 def k3_estimate(sampler_logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
-    """Estimates KL(sampler || other) from tokens drawn by the sampler: `exp(d) - 1 - d`, `d = other -
-    sampler`, bounded.
+    """Estimates KL(sampler || other) from tokens drawn by the sampler: `exp(d) - 1 - d`, bounded `d = other - sampler`.
 
-    Schulman's k3 (2020, "Approximating KL divergence"): never negative, low variance, unbiased where
-    `other`'s support lies within the sampler's. Where the sampler was truncated and `other` is not, it is
-    biased: tokens that were cut are never drawn.
+    Schulman's k3 (2020, "Approximating KL divergence"): never negative, low variance, unbiased if `other`'s support
+    lies within the sampler's. If the sampler was truncated and `other` is not, it is biased: tokens that were cut are
+    never drawn.
     """
     difference_T = bounded(other_logprobs_T - sampler_logprobs_T)
     return torch.expm1(difference_T) - difference_T

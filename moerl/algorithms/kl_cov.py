@@ -32,7 +32,7 @@ class KLCov(GroupPolicy):
         from moerl.algorithms import toolbox
 
         means = toolbox.mean_facts(tokens)
-        # In the precision of the trainer, where the comparison is made.
+        # In the precision of the trainer, which makes the comparison.
         found_N = toolbox.covariances(tokens.advantages_N, tokens.rollout_logprobs_N, means)
         count = max(1, int(self.cov_share * len(found_N)))
         return means | {_THRESHOLD: float(found_N.topk(count).values[-1])}

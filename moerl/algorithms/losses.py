@@ -14,16 +14,18 @@ from moerl.algorithms.ratios import bounded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """loss_T: float32, differentiable, 0 where masked. clipped_T: bool; True where clipping cut the gradient."""
+    """Policy loss of each token of a microbatch."""
 
     loss_T: Tensor
+    """float32, differentiable; 0 on untrained tokens."""
     clipped_T: Tensor
+    """bool; True if clipping cut the token's gradient."""
 
 
 def log_ratio(rows: PolicyRows) -> Tensor:
-    """`trainer_logprobs - proximal_logprobs`, float32 [T] with gradient; 0 on untrained tokens.
+    """Returns `trainer_logprobs - proximal_logprobs`, float32 [T] with gradient; 0 on untrained tokens.
 
-    Masked before any exponential: what stands on untrained rows does not reach the gradient.
+    Masked before any exponential: values on untrained rows do not reach the gradient.
     """
     difference_T = rows.trainer_logprobs_T - rows.proximal_logprobs_T.detach()
     return difference_T.masked_fill(~rows.loss_mask_T, 0.0)
@@ -36,7 +38,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLosses:
-    """`-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(trainer_logprobs -
+    """Returns `-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(trainer_logprobs -
     proximal_logprobs)`, bounded (`moerl.algorithms.ratios`).
 
     PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with separate bounds (clip-higher:
@@ -60,9 +62,10 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLosses:
-    """`clipped_policy_loss` of the ratio with this logarithm, float32 [T]: of each token, or one for its response."""
+    """Returns `clipped_policy_loss` of ratios given by their logarithms, float32 [T]: each token's own, or its
+    response's."""
     mask_T = rows.loss_mask_T
-    # Also where untrained: of a ratio for a whole response the gradients of all its rows are added.
+    # On untrained rows, too: the gradient of a response's ratio is the sum of those of all its rows.
     advantages_T = rows.advantages_T.detach().masked_fill(~mask_T, 0.0)
     ratio_T = bounded(log_ratio_T).exp()
     unclipped_T = ratio_T * advantages_T
@@ -78,10 +81,10 @@ def clipped_surrogate(
 
 @torch.no_grad()
 def binary_divergence(rows: PolicyRows, kind: Literal["tv", "kl"]) -> tuple[Tensor, Tensor]:
-    """How far each token has moved from the sampler, as one id against all others: both float32 [T].
+    """Returns how far each token has moved from the sampler, as one id against all others: both float32 [T].
 
     First p - q with p of the weights being trained and q of the sampler, then `|p - q|` (tv) or
-    `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (kl), which is infinite where p is 1 and q is not. 0 on untrained
+    `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (kl), which is infinite if p is 1 and q is not. 0 on untrained
     tokens.
     """
     trainer_T = rows.trainer_logprobs_T.masked_fill(~rows.loss_mask_T, 0.0)
@@ -97,7 +100,7 @@ def binary_divergence(rows: PolicyRows, kind: Literal["tv", "kl"]) -> tuple[Tens
 def gated_policy_loss(
     rows: PolicyRows, importance_weights_T: Tensor, tau_positive: float, tau_negative: float
 ) -> TokenLosses:
-    """`-w 4 / tau sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO (Gao et al. 2025, arXiv:2511.20347).
+    """Returns `-w 4 / tau sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO (Gao et al. 2025, arXiv:2511.20347).
 
     Arguments as for `clipped_policy_loss`. Nothing counts as clipped.
     """

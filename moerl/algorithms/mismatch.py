@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs are from the engine's, for the same tokens and the same weights.
+"""Distance of the trainer's log-probs from the engine's, for the same tokens and the same weights.
 
 Runs in trainer processes. Sums and maxima are additive over microbatches and ranks; quantiles come from a
 sample of ratios gathered from all of them.
@@ -24,20 +24,22 @@ NEAR_RATIOS = (0.9, 1.1)
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums:
-    """Additive description of `d = trainer_logprobs - rollout_logprobs`, bounded where it is exponentiated.
-
-    num_tokens: tokens counted. abs_sum, abs_max: sum and maximum of |d|, nats. k3_sum: sum of `exp(d) - 1 -
-        d`, nats. ratio_sum: sum of exp(d). num_far: tokens with |d| > ln 2. num_outside: with exp(d) outside of
-        `NEAR_RATIOS`.
-    """
+    """Additive description of `d = trainer_logprobs - rollout_logprobs` of tokens, bounded before `exp`."""
 
     num_tokens: float = 0.0
+    """Tokens counted."""
     abs_sum: float = 0.0
+    """Sum of |d|, nats."""
     abs_max: float = 0.0
+    """Maximum of |d|, nats."""
     k3_sum: float = 0.0
+    """Sum of `exp(d) - 1 - d`, nats."""
     ratio_sum: float = 0.0
+    """Sum of exp(d)."""
     num_far: float = 0.0
+    """Tokens with |d| > ln 2."""
     num_outside: float = 0.0
+    """Tokens with exp(d) outside of `NEAR_RATIOS`."""
 
     def __add__(self, other: MismatchSums) -> MismatchSums:
         return MismatchSums(
@@ -51,7 +53,7 @@ class MismatchSums:
         )
 
     def finalize(self) -> dict[str, float]:
-        """Means, maximum and share by metric name; empty where no token was counted."""
+        """Returns means, maximum and shares by metric name; nothing if no token was counted."""
         if not self.num_tokens:
             return {}
         return {
@@ -65,7 +67,7 @@ class MismatchSums:
 
 
 def mismatch_sums(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor) -> MismatchSums:
-    """The sums of one microbatch, over tokens where `mask_T` (bool) is True; one transfer to the host.
+    """Returns the sums of one microbatch, over tokens whose `mask_T` (bool) is True; one transfer to the host.
 
     The k3 mean estimates KL(rollout || trainer) (`moerl.algorithms.kl.k3_estimate`).
     """
@@ -89,7 +91,7 @@ def mismatch_sums(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T
 
 
 def ratio_sample(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, max_samples: int) -> Tensor:
-    """Ratios `exp(trainer - rollout)` of at most `max_samples` masked tokens, evenly spaced: float32,
+    """Returns the ratios `exp(trainer - rollout)` of at most `max_samples` tokens of the mask, evenly spaced: float32,
     detached."""
     ratios = bounded((trainer_logprobs_T.detach() - rollout_logprobs_T)[mask_T].float()).exp()
     stride = max(1, math.ceil(len(ratios) / max_samples))
@@ -97,7 +99,7 @@ def ratio_sample(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T:
 
 
 def ratio_quantiles(ratios: Tensor) -> dict[str, float]:
-    """Quantiles 0.01, 0.5 and 0.99 of a gathered sample of ratios; empty for an empty one."""
+    """Returns quantiles 0.01, 0.5 and 0.99 of a gathered sample of ratios; nothing for an empty one."""
     if not len(ratios):
         return {}
     levels = ratios.new_tensor([0.01, 0.5, 0.99], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The seam between the trainer and the algorithms: what an algorithm gets, and what it gives back.
+"""The interface between the trainer and the algorithms: what an algorithm gets, and what it gives back.
 
 The trainer calls `PolicyObjective.compute_loss` once per microbatch and knows nothing else of an algorithm; the
 controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
@@ -17,63 +17,61 @@ from moerl.contract.batch import BatchTotals
 
 KLSupport = Literal["kept", "full"]
 """Ids that an exact KL sums over: the kept set of each token, both models renormalised inside it (the full vocabulary
-where nothing was cut), or always the full vocabulary."""
+if nothing was cut), or always the full vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyRows:
-    """One microbatch as a policy loss sees it; every log-prob is under the support its token was drawn from, in nats.
-
-    trainer_logprobs_T: float32; of the weights being trained; carries the gradient.
-    proximal_logprobs_T: float32; of the trainer's weights when the batch arrived (equal to the trainer's
-        own on the first update of a batch). No gradient.
-    rollout_logprobs_T: float32; as the engine reported them. No gradient.
-    advantages_T: float32. loss_mask_T: bool; True on tokens to train on.
-    entropy_T: float32; of the distribution that `trainer_logprobs_T` are of, with gradient.
-    kl_T: float32; exact KL to the reference per token, with gradient. None unless `PolicyObjective.reference_kl`.
-    sequences: which rows belong together. totals: of the whole batch; what a denominator is made of, and what the
-        algorithm said of it (`Algorithm.batch_facts`).
-    draws_T: float32; evenly drawn from [0, 1) for each token of each rollout, the same in every layout.
-    """
+    """One microbatch, input of a policy loss; every log-prob is under the support its token was drawn from, in nats."""
 
     trainer_logprobs_T: Tensor
+    """float32, of the weights being trained; carries the gradient."""
     proximal_logprobs_T: Tensor
+    """float32, of the trainer's weights when the batch arrived (equal to the trainer's own on the first update of a
+    batch). No gradient."""
     rollout_logprobs_T: Tensor
+    """float32, as the engine reported them. No gradient."""
     advantages_T: Tensor
+    """float32; each row has the advantage of its rollout."""
     loss_mask_T: Tensor
+    """bool; True on tokens to train on."""
     entropy_T: Tensor
+    """float32, nats; of the distribution that `trainer_logprobs_T` are of, with gradient."""
     sequences: Sequences
+    """Rows that belong to one response."""
     totals: BatchTotals
+    """Counts of the whole batch, for denominators, and the algorithm's own `Algorithm.batch_facts`."""
     draws_T: Tensor
+    """float32; evenly drawn from [0, 1) for each token of each rollout, the same in every layout."""
     kl_T: Tensor | None = None
+    """float32, nats; exact KL to the reference per token, with gradient. None unless `PolicyObjective.reference_kl`."""
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
-        """For each row the sum of the values over the trained tokens of its sequence; rules as for `Sequences.sum`.
+        """Returns for each row the sum of the values over the trained tokens of its sequence; rules as for
+        `Sequences.sum`.
 
-        What stands on untrained rows does not count, whatever it is.
+        Values on untrained rows do not count, NaN included.
         """
         return self.sequences.sum(values_T.masked_fill(~self.loss_mask_T, 0.0))
 
     def sequence_lengths(self) -> Tensor:
-        """float32 [T]: for each row the trained tokens of its sequence, at least 1, so that one can divide by it."""
+        """Returns for each row the number of trained tokens of its sequence, at least 1, for divisions: float32 [T]."""
         return self.sequences.sum(self.loss_mask_T.float()).clamp(min=1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLoss:
-    """Result of an algorithm on a microbatch.
-
-    loss: scalar, differentiable; this rank's part of the loss of the batch. Parts are added over microbatches, context-
-        and data-parallel ranks, so a mean divides by numbers of the whole batch: `token_mean` and `PolicyRows.totals`.
-    losses_T: float32; loss of each token before any denominator. clipped_T: bool; True if the gradient of the token was
-    cut. weights_T: float32; correction of each token, 0 on tokens that are left out. These three are for reports; None
-    if the algorithm has none.
-    """
+    """Result of an algorithm on a microbatch. All but `loss` is for reports, and None if the algorithm has none."""
 
     loss: Tensor
+    """Scalar, differentiable; this rank's part of the loss of the batch. Parts are added over microbatches, context-
+    and data-parallel ranks, so a mean divides by numbers of the whole batch: `token_mean` and `PolicyRows.totals`."""
     losses_T: Tensor | None = None
+    """float32; loss of each token before any denominator."""
     clipped_T: Tensor | None = None
+    """bool; True if the gradient of the token was cut."""
     weights_T: Tensor | None = None
+    """float32; correction of each token, 0 on tokens that are left out."""
 
 
 class PolicyObjective(Protocol):
@@ -85,35 +83,37 @@ class PolicyObjective(Protocol):
         ...
 
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
-        """The loss of one microbatch. The same calls of `sequence_sum` on all ranks."""
+        """Returns the loss of one microbatch. Calls `sequence_sum` equally often and in the same order on all ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """The trained tokens of what one optimizer step works on, N of them: both float32 [N], in no particular order."""
+    """The trained tokens of the batch or minibatch of one optimizer step, N of them, in no particular order."""
 
     advantages_N: Tensor
+    """float32."""
     rollout_logprobs_N: Tensor
+    """float32, nats; as the engine reported them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardedBatch:
-    """Input of the computation of advantages; one entry per rollout.
-
-    rewards_B: float32. group_index_B: int64; rollouts of one prompt have the same. episode_index_B: int64; rollouts
-    that are parts of one episode have the same. num_tokens_B: int64; sampled tokens. truncated_B: bool; True if the
-    response was cut off at its longest length.
-    kl_B: float32, exact KL to the reference of the weights that the batch met, summed over the tokens of each rollout;
-    None unless `Algorithm.kl_in_reward`.
-    """
+    """Input of the computation of advantages; one entry per rollout."""
 
     rewards_B: Tensor
+    """float32."""
     group_index_B: Tensor
+    """int64; the same for rollouts of one prompt."""
     episode_index_B: Tensor
+    """int64; the same for rollouts that are parts of one episode."""
     num_tokens_B: Tensor
+    """int64; sampled tokens."""
     truncated_B: Tensor
+    """bool; True if the response was cut off at its longest length."""
     kl_B: Tensor | None = None
+    """float32, nats; exact KL to the reference of the weights that the batch met, summed over the tokens of each
+    rollout. None unless `Algorithm.kl_in_reward`."""
 
 
 class Algorithm(PolicyObjective, Protocol):
@@ -125,9 +125,10 @@ class Algorithm(PolicyObjective, Protocol):
         ...
 
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        """float32 [B]: one advantage per rollout, of all its sampled tokens."""
+        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]."""
         ...
 
     def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
-        """Finite numbers by name about all tokens of an optimizer step, which `compute_loss` gets in `totals.facts`."""
+        """Returns finite numbers by name about all tokens of an optimizer step; `compute_loss` gets them in
+        `totals.facts`."""
         ...

@@ -13,11 +13,11 @@ _HEADROOM = 0.8
 
 
 def bounded(log_ratio_T: Tensor) -> Tensor:
-    """`min(log_ratio, L)`, whose gradient is that of the log-ratio itself.
+    """Returns `min(log_ratio, L)`, whose gradient is that of the log-ratio itself.
 
     L is 0.8 times the largest number whose exponential the dtype holds: 70.97 in float32, 567.8 in float64. An
-    exponential that overflows is infinite, and infinity times the 0 of a clipped or masked gradient is NaN. Of a
-    bounded log-ratio the exponential and its gradient, which are equal, stay at exp(L) instead; smaller log-ratios
+    exponential that overflows is infinite, and infinity times the 0 of a clipped or masked gradient is NaN. The
+    exponential of a bounded log-ratio and its gradient, which are equal, stay at exp(L) instead; smaller log-ratios
     come back bit for bit. NaN stays NaN.
     """
     return _Bounded.apply(log_ratio_T)  # type: ignore[return-value]

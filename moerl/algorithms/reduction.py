@@ -1,4 +1,4 @@
-"""From token losses to the number that is differentiated. Runs in trainer processes, once per microbatch."""
+"""Reductions of token losses to the number that is differentiated. Runs in trainer processes, once per microbatch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moerl.errors import ContractError
 
 
 def token_mean(loss_T: Tensor, loss_mask_T: Tensor, denominator: float) -> Tensor:
-    """`sum of loss over trained tokens / denominator`.
+    """Returns `sum of loss over trained tokens / denominator`.
 
-    With the same denominator everywhere, the sum of these over all microbatches and data-parallel ranks is
+    With the same denominator everywhere, the sum of the results over all microbatches and data-parallel ranks is
     the mean over all trained tokens of the batch, so the gradient depends neither on packing nor on layout
     (token-level loss: DAPO, Yu et al. 2025, arXiv:2503.14476). Gradients are to be summed, not averaged,
     over ranks.
@@ -41,9 +41,9 @@ def token_mean(loss_T: Tensor, loss_mask_T: Tensor, denominator: float) -> Tenso
 def reduced(
     loss_T: Tensor, rows: PolicyRows, how: Literal["token_mean", "sequence_mean", "constant"], length: int | None
 ) -> Tensor:
-    """This rank's part of the loss of the batch; parts are added over microbatches and ranks.
+    """Returns this rank's part of the loss of the batch; parts are added over microbatches and ranks.
 
-    token_mean: `sum of loss / trained tokens`, as above. sequence_mean: the mean over responses of the mean over their
+    token_mean: `sum of loss / trained tokens`. sequence_mean: the mean over responses of the mean over their
     tokens (GRPO as first published, GSPO). constant: `sum of loss / (responses x length)`, so that a token weighs the
     same in every response and every batch (Dr. GRPO, arXiv:2503.20783). Tokens and responses are those of the whole
     batch.

@@ -21,8 +21,8 @@ class SAPO(GroupPolicy):
     """
 
     name: Literal["sapo"] = Field(description="Algorithm.")
-    tau_positive: Positive = Field(description="Sharpness of the gate where the advantage is positive.")
-    tau_negative: Positive = Field(description="Sharpness of the gate where it is negative.")
+    tau_positive: Positive = Field(description="Sharpness of the gate on tokens with a positive advantage.")
+    tau_negative: Positive = Field(description="Sharpness of the gate on tokens with a negative one.")
 
     def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
         from moerl.algorithms import toolbox
@@ -30,4 +30,4 @@ class SAPO(GroupPolicy):
         return toolbox.gated_policy_loss(rows, weights_T, self.tau_positive, self.tau_negative)
 
     def objective(self) -> str:
-        return f"-w 4 / tau sigmoid(tau (r - 1)) A, tau {self.tau_positive:g} where A > 0, else {self.tau_negative:g}"
+        return f"-w 4 / tau sigmoid(tau (r - 1)) A, tau {self.tau_positive:g} if A > 0, else {self.tau_negative:g}"

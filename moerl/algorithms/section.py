@@ -19,10 +19,11 @@ class AlgorithmSection(Section):
     adds its keys."""
 
     name: Any
+    """Value of `algorithm.name` that chooses the subclass."""
 
     @property
     def reference_kl(self) -> Literal["kept", "full"] | None:
-        """Ids that the KL to the reference sums over; None where no reference model is needed."""
+        """Ids that the KL to the reference sums over; None if no reference model is needed."""
         return None
 
     @property
@@ -40,23 +41,25 @@ class AlgorithmSection(Section):
         return str(self.name)
 
     def check(self, *, group_size: int, minibatches: int) -> None:
-        """Checks the keys together, with those of the loop, and what they name, as far as that needs no torch.
+        """Checks the keys together, with those of the loop, and the functions that they name, as far as that needs no
+        torch.
 
         Raises:
             ConfigError: they do not go together.
         """
 
     def load(self) -> None:
-        """Imports what the keys name, so that errors come before a model is built. Raises `ConfigError`."""
+        """Imports the functions that keys name, so that errors come before a model is built. Raises `ConfigError`."""
 
     @abstractmethod
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        """float32 [B]: one advantage per rollout, of all its sampled tokens."""
+        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]."""
 
     def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
-        """Finite numbers by name about all tokens of an optimizer step, which `compute_loss` gets in `totals.facts`."""
+        """Returns finite numbers by name about all tokens of an optimizer step; `compute_loss` gets them in
+        `totals.facts`."""
         return {}
 
     @abstractmethod
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
-        """The loss of one microbatch, with its denominator."""
+        """Returns the loss of one microbatch, divided by its denominator."""

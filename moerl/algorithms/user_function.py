@@ -1,6 +1,6 @@
 """Functions that a configuration names as ``package.module:function`` and that run in moerl's own processes.
 
-Modules are looked for where this process finds its own, then in the current directory. Torch-free.
+Modules are looked for on this process's import path, then in the current directory. Torch-free.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_function(key: str, name: str) -> None:
 
 @functools.cache
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """The function. Raises `ConfigError` where it cannot be imported or called."""
+    """Imports the function and returns it. Raises `ConfigError` if it cannot be imported or called."""
     module, _, attribute = name.partition(":")
     _search_here()
     try:
@@ -54,7 +54,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def _search_here() -> None:
-    """The current directory is looked at last, so that no file there takes the place of a library."""
+    """Puts the current directory last on the import path, so that no file there takes the place of a library."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
