@@ -1,4 +1,4 @@
-"""Refusals shared by all scores, made on the host before anything goes to a device. Runs in trainer processes.
+"""Checks shared by all scores, made on the host before anything goes to a device. Runs in trainer processes.
 
 Shape legend: `moerl/kernels/__init__.py`.
 """
@@ -49,7 +49,7 @@ def check_sets(kept: KeptSets, truncated_T: NDArray[np.bool_]) -> None:
             Reason.TRUNCATED_DISAGREES,
             field="truncated",
             seen=f"row {row}: truncated={bool(truncated_T[row])} with {int(sizes[row])} listed ids",
-            expected="truncated exactly where ids are listed",
+            expected="truncated on exactly the rows that list ids",
             remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
         )
 
@@ -85,7 +85,7 @@ def check_listed(
 ) -> None:
     """Raises `ContractError` if a listed id is no token or a set does not hold its target exactly once.
 
-    rows, ids, is_target: of the listed entries to look at.
+    rows, ids, is_target: of the listed entries to check.
     """
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():

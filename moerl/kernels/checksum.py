@@ -5,8 +5,8 @@
 with bits_rc an element's bytes as a signed integer and m an odd constant; a vector is one column, dimensions behind the
 first are columns. Factors are odd, so a single changed element always changes the sum; elements that are swapped or
 moved change it because their factors differ, those of a transposed matrix, too. The sum is additive: whatever parts a
-matrix is cut into, what the holders of the parts compute adds up to the checksum of the whole; zeros behind its last
-row or column add nothing. It is not meant to resist an adversary.
+matrix is cut into, their checksums add up to the checksum of the whole; zeros behind its last row or column add
+nothing. It is not meant to resist an adversary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The checksum of each tensor by name, in [-2^63, 2^63). One transfer from the device for all of them."""
+    """Returns the checksum of each tensor by name, in [-2^63, 2^63). One transfer from the device for all of them."""
     names, sums = [], []
     for name, tensor in tensors:
         names.append(name)
@@ -36,12 +36,12 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def add_checksums(parts: Iterable[int]) -> int:
-    """The checksum of a tensor from those of its parts, in [-2^63, 2^63)."""
+    """Returns the checksum of a tensor from those of its parts, in [-2^63, 2^63)."""
     return (sum(parts) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """int64 scalar."""
+    """Returns the checksum of a tensor as an int64 scalar, on its device."""
     matrix_RC = tensor.detach().reshape(tensor.shape or (1,))[:, None].flatten(1)
     bits_RC = matrix_RC.view(_BITS[tensor.element_size()])
     factors_C = torch.arange(bits_RC.shape[1], device=bits_RC.device).mul_(2).mul_(_MIX).add_(1)
@@ -63,7 +63,8 @@ def _sum_on_device(bits_RC: Tensor, factors_C: Tensor) -> Tensor:
 
 @njit(cache=True, nogil=True)
 def _sum_on_host(bits_RC: Any, factors_C: Any) -> Any:
-    """The same in one pass: a weight of a small model takes longer to be widened to 64 bits than to be summed."""
+    """Computes the sum in one pass: a weight of a small model takes longer to be widened to 64 bits than to be
+    summed."""
     total = np.int64(0)
     for r in range(bits_RC.shape[0]):
         of_row = np.int64(0)

@@ -1,8 +1,9 @@
-"""Listed pairs (row, id) as the kernels of a GPU read them: made on the host, so that a pass asks nothing back.
+"""Listed pairs (row, id) as the kernels of a GPU read them: planned on the host, so that a pass never waits for the
+device.
 
 Runs in trainer processes. Ids that few rows list are computed pair by pair (`moerl.kernels.sparse_triton`), others as
 columns of matrix products. A segment is a row with its rare pairs, or an id with them. No program sums more than
-`LONGEST` pairs: parts of longer segments are summed apart, and then added in their order.
+`LONGEST` pairs: longer segments are cut into parts, whose sums are then added in their order.
 
 Shape legend: `moerl/kernels/__init__.py`; P = rare pairs of this rank, S = segments, C = parts of split segments, L =
 split segments, Q = pairs of a slab of common ids, U = ids of a slab.
@@ -28,68 +29,71 @@ crossover, not the result."""
 LONGEST = 1024
 """Pairs that one program sums."""
 LEFT_ALONE = -1
-"""Count of a segment whose sum is written by someone else."""
+"""Count of a segment whose sum another kernel writes."""
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Segments, each a `sum over its pairs of factor[position] * source[source]`. int32 on the device.
-
-    positions_P: place of a pair among the N listed ones. sources_P: the row of the source that it reads. starts_S,
-    counts_S: pairs of each segment, which are consecutive; 0 where a segment is zero, `LEFT_ALONE` where it is not
-    written. part_starts_C, part_counts_C: pairs of the parts of split segments. split_L: segments that are split.
-    first_parts_L1: [L + 1]; part numbers of each.
-    """
+    """Segments, each a `sum over its pairs of factor[position] * source[source]`. int32 on the device."""
 
     positions_P: Tensor
+    """Place of each pair among the N listed ones."""
     sources_P: Tensor
+    """Row of the source that each pair reads."""
     starts_S: Tensor
+    """First pair of each segment; its pairs are consecutive."""
     counts_S: Tensor
+    """Pairs of each segment; 0 if its sum is zero, `LEFT_ALONE` if its sum is not written by this kernel."""
     part_starts_C: Tensor
+    """First pair of each part of a split segment."""
     part_counts_C: Tensor
+    """Pairs of each part, at most `LONGEST`."""
     split_L: Tensor
+    """Segments that are split."""
     first_parts_L1: Tensor
+    """[L + 1]; split segment l has the parts first_parts_L1[l]:first_parts_L1[l + 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommonIds:
-    """A slab of ids that many rows list. int64 on the device.
-
-    columns_U: local columns. positions_Q: place of each pair among the N listed ones. cells_Q: its place in a flat
-    [T, U].
-    """
+    """A slab of ids that many rows list. int64 on the device."""
 
     columns_U: Tensor
+    """Local columns of the ids."""
     positions_Q: Tensor
+    """Place of each pair among the N listed ones."""
     cells_Q: Tensor
+    """Place of each pair in a flat [T, U]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePairs:
-    """The listed pairs of a microbatch that this rank owns.
-
-    by_column: one segment per column of the shard, with sources among rows: dot products, gradient of the head.
-    by_row: one segment per row, with sources among columns: gradient of hidden states.
-    columns_P: int32; the column of each pair of `by_column`. common: the other ids. writes_all: every listed pair is
-    rare and owned by this rank.
-    """
+    """The listed pairs of a microbatch that this rank owns."""
 
     by_column: Sums
+    """Rare pairs, one segment per column of the shard, with sources among rows: dot products, gradient of the head."""
     by_row: Sums
+    """Rare pairs, one segment per row, with sources among columns: gradient of hidden states."""
     columns_P: Tensor
+    """int32; column of each pair of `by_column`."""
     common: tuple[CommonIds, ...]
+    """Slabs of the ids that are not rare."""
     writes_all: bool
+    """True if every listed pair is rare and owned by this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Sizes of scoring: T rows, Vp columns of the shard, H."""
+    """Sizes of scoring."""
 
     num_rows: int
+    """T."""
     num_columns: int
+    """Vp, columns of the shard."""
     width: int
+    """H."""
 
 
 def device_arrays(pairs: SortedPairs, extents: Extents) -> Arrays:
@@ -115,7 +119,7 @@ def device_arrays(pairs: SortedPairs, extents: Extents) -> Arrays:
 
 
 def device_pairs(sent: dict[str, Tensor], num_listed: int) -> DevicePairs:
-    """Returns the pairs of `device_arrays` once they are tensors. num_listed: N, of all ranks."""
+    """Returns the pairs of `device_arrays` from their tensors on the device. num_listed: N, of all ranks."""
 
     def fields(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}
@@ -131,7 +135,7 @@ def device_pairs(sent: dict[str, Tensor], num_listed: int) -> DevicePairs:
 
 
 def _places(positions_P: NDArray[np.int64], num_listed: int) -> NDArray[np.int64]:
-    """Order that sorts distinct numbers in [0, num_listed)."""
+    """Returns the order that sorts distinct numbers in [0, num_listed)."""
     places_N = np.full(num_listed, -1)
     places_N[positions_P] = np.arange(len(positions_P))
     return places_N[places_N >= 0]
@@ -159,7 +163,7 @@ def _sums(positions_P: NDArray[np.int64], sources_P: NDArray[np.int64], counts_S
 
 
 def _common(pairs: SortedPairs, extents: Extents) -> Iterator[Arrays]:
-    """Slabs of common ids, as fields of `CommonIds`."""
+    """Yields slabs of common ids, as fields of `CommonIds`."""
     step = slab_columns(extents.num_rows, extents.width)
     bounds = np.concatenate([[0], np.cumsum(pairs.counts_U)])
     for first in range(0, len(pairs.columns_U), step):

@@ -1,8 +1,8 @@
 """Scores on a GPU, forward and backward in a few launches, without a wait for the device. Runs in trainer processes.
 
-Forward: dot products of the listed pairs, then a log-softmax per set. Backward: the gradient of those, then one kernel
-for the gradient of hidden states and one for that of the head, which writes every row of it once. Ids that many rows
-list add products of matrices, rows over the full vocabulary the slabs of `moerl.kernels.full`.
+Forward: dot products of the listed pairs, then a log-softmax per set. Backward: the gradient of these logits, then one
+kernel for the gradient of hidden states and one for that of the head, which writes every row of it once. Ids that many
+rows list add products of matrices, rows over the full vocabulary the slabs of `moerl.kernels.full`.
 Shape legend: `moerl/kernels/device_pairs.py`.
 """
 
@@ -55,7 +55,7 @@ class DeviceScores(torch.autograd.Function):
         has_full = bool(len(plan.full_rows)) and any(each is not None for each in of_full)
         grad_TH = grad_VpH = None
         if ctx.needs_input_grad[0]:
-            # With nothing to add to them, sums are rounded to the dtype of hidden states where they are made.
+            # If nothing is added to the sums, the kernel rounds them to the dtype of hidden states.
             alone = has_sets and not has_full and not pairs.common
             make = torch.empty_like if has_sets else torch.zeros_like
             grad_TH = make(inputs.hidden_TH, dtype=hidden_TH.dtype if alone else inputs.dtype)
@@ -75,7 +75,7 @@ class DeviceScores(torch.autograd.Function):
 
 
 def score_listed(inputs: HeadInputs, plan: ScorePlan, listed: DeviceListed) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows."""
+    """Returns log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows."""
     num_listed = len(plan.kept.ids)
     if not num_listed:
         nothing_T = inputs.hidden_TH.new_zeros(inputs.num_rows, dtype=inputs.dtype)

@@ -27,16 +27,16 @@ from moerl.kernels.vocab_parallel import VocabShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullRows:
-    """Rows scored over the full vocabulary.
-
-    rows_R: int64 [R], distinct. temperatures_R: float32 [R]. columns_R: int64 [R]; targets less the first column of the
-    shard, so those of other shards lie outside of it. whole: the rows are all T rows, in order, on a GPU.
-    """
+    """Rows scored over the full vocabulary."""
 
     rows_R: Tensor
+    """int64, distinct."""
     temperatures_R: Tensor
+    """float32, > 0."""
     columns_R: Tensor
+    """int64; targets less the first column of the shard, so those of other shards lie outside of it."""
     whole: bool
+    """True if the rows are all T rows, in order, on a GPU."""
 
     def __len__(self) -> int:
         return len(self.rows_R)
@@ -44,15 +44,16 @@ class FullRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slabs:
-    """The logits of some rows of one model, slab by slab.
-
-    hidden_RH: the rows. temperatures_R1: [R, 1], dtype of scores. weight_VpH, shard: the head.
-    """
+    """The logits of some rows of one model, slab by slab."""
 
     hidden_RH: Tensor
+    """Hidden states of the rows."""
     temperatures_R1: Tensor
+    """[R, 1], dtype of scores."""
     weight_VpH: Tensor
+    """This rank's rows of the head."""
     shard: VocabShard
+    """Columns that `weight_VpH` stands for."""
 
     @classmethod
     def of(cls, inputs: HeadInputs, rows: FullRows) -> Slabs:
@@ -61,36 +62,37 @@ class Slabs:
 
     @property
     def on_device(self) -> bool:
-        """The slabs are read by kernels of a GPU."""
+        """True if kernels of a GPU read the slabs."""
         return products.on_device(self.hidden_RH.device)
 
     def spans(self) -> Iterator[slice]:
-        """Columns of each slab; padding is left out. None where there is nothing to score."""
+        """Yields the columns of each slab, without padding; nothing if there is nothing to score."""
         width = slab_columns(*self.hidden_RH.shape)
         if len(self.hidden_RH):
             for start in range(0, self.shard.num_real_columns, width):
                 yield slice(start, min(start + width, self.shard.num_real_columns))
 
     def products(self, span: slice) -> Tensor:
-        """A fresh [R, columns of the slab], not divided by the temperatures."""
+        """Returns a fresh [R, columns of the slab], not divided by the temperatures."""
         return matmul(self.hidden_RH, self.weight_VpH[span].t())
 
     def logits(self, span: slice) -> Tensor:
-        """A fresh [R, columns of the slab], divided by the temperatures."""
+        """Returns a fresh [R, columns of the slab], divided by the temperatures."""
         return self.products(span).div_(self.temperatures_R1)
 
 
 @dataclass(slots=True, eq=False)
 class RunningSums:
-    """Per row: the maximum so far, `sum e` and `sum e w`, with `e = exp(x - max)` and a weight w per column.
-
-    centred: w is `x - max`; else the weights are given with each slab.
-    """
+    """Maximum and sums of each row so far, over `e = exp(x - max)` with a weight w per column."""
 
     max_R: Tensor
+    """Maximum of x; -inf before the first column."""
     sum_R: Tensor
+    """`sum e`."""
     weighted_R: Tensor
+    """`sum e w`."""
     centred: bool
+    """True if w is `x - max`; else the weights are given with each slab."""
 
     @classmethod
     def empty(cls, slabs: Slabs, *, centred: bool) -> RunningSums:
@@ -98,7 +100,7 @@ class RunningSums:
         return cls(zeros_R.new_full(zeros_R.shape, float("-inf")), zeros_R, zeros_R, centred)
 
     def add(self, x_RC: Tensor, weights_RC: Tensor | None = None) -> None:
-        """Takes in a slab, which is overwritten; `weights_RC` unless centred."""
+        """Adds a slab, which is overwritten. `weights_RC` is given unless the sums are centred."""
         max_R = torch.maximum(self.max_R, x_RC.amax(-1))
         self._move(max_R)
         x_RC -= max_R[:, None]
@@ -107,12 +109,12 @@ class RunningSums:
         self.weighted_R = self.weighted_R + e_RC.mul_(x_RC if weights_RC is None else weights_RC).sum(-1)
 
     def merge(self, shard: VocabShard) -> None:
-        """Adds up over all shards; one all-reduce of maxima and one of sums."""
+        """Merges the sums of all shards: one all-reduce of maxima and one of sums."""
         self._move(shard.max_(self.max_R.clone()))
         self.sum_R, self.weighted_R = shard.sum_(torch.stack([self.sum_R, self.weighted_R]))
 
     def _move(self, max_R: Tensor) -> None:
-        """Brings the sums to another maximum; they are 0 where there has been no column yet."""
+        """Rescales the sums to another maximum; the sums of rows without a column so far stay 0."""
         delta_R = torch.where(self.max_R.isneginf(), 0.0, self.max_R - max_R)
         if self.centred:
             self.weighted_R = self.weighted_R + delta_R * self.sum_R
@@ -120,7 +122,7 @@ class RunningSums:
 
 
 def full_row_scores(inputs: HeadInputs, full_rows: FullRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the targets [R], entropies [R], and `log sum exp` [R] for the backward pass.
+    """Returns log-probs of the targets [R], entropies [R], and `log sum exp` [R] for the backward pass.
 
     With `x = logits / temperature`: `x_a - logsumexp(x)` and `logsumexp(x) - E[x]`. No gradient is recorded.
     """
@@ -133,7 +135,7 @@ def full_row_scores(inputs: HeadInputs, full_rows: FullRows) -> tuple[Tensor, Te
 
 
 def _sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
-    """Sums of this shard, and the logits of the targets that it holds, 0 for others."""
+    """Returns the sums of this shard, and the logits of the targets that it holds, 0 for others."""
     sums = RunningSums.empty(slabs, centred=True)
     target_R = slabs.temperatures_R1.new_zeros(len(slabs.hidden_RH))
     for span in slabs.spans():
@@ -146,7 +148,7 @@ def _sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
 
 
 def _device_sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
-    """The same on a GPU: a product and a kernel per slab."""
+    """Does the work of `_sums` on a GPU: a product and a kernel per slab."""
     from moerl.kernels import slabs_triton
 
     temperatures_R = slabs.temperatures_R1[:, 0]
@@ -158,30 +160,32 @@ def _device_sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullGradients:
-    """Inputs of the backward pass of `full_row_scores`: `log sum exp` and entropies of the forward pass, and the
-    gradients of log-probs and entropies, None if there is none; all [R]."""
+    """Inputs of the backward pass of `full_row_scores`."""
 
     log_sum_R: Tensor
+    """`log sum exp` of the forward pass."""
     entropy_R: Tensor
+    """Entropies of the forward pass."""
     of_logprobs_R: Tensor | None
+    """Gradient of the loss with respect to log-probs; None if there is none."""
     of_entropy_R: Tensor | None
+    """Gradient of the loss with respect to entropies; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadGradients:
-    """Tensors that gradients are added to.
-
-    hidden_TH: [T, H], dtype of scores, or None if there is none. head_VpH: dtype of the head, or None. is_new: nothing
-    has been written to `head_VpH`, not even zeros.
-    """
+    """Tensors that gradients are added to; None if a gradient is not needed."""
 
     hidden_TH: Tensor | None
+    """Gradient of hidden states, in the dtype of scores."""
     head_VpH: Tensor | None
+    """Gradient of the head, in its dtype."""
     is_new: bool = False
+    """True if nothing has been written to `head_VpH`, not even zeros."""
 
 
 def add_full_gradients(inputs: HeadInputs, full_rows: FullRows, grads: FullGradients, into: HeadGradients) -> None:
-    """Adds the gradient of log-probs and entropies.
+    """Adds the gradient of log-probs and entropies to `into`.
 
     With p the softmax of x: `onehot - p` of a log-prob, `-p (log p + entropy)` of an entropy.
     """
@@ -191,7 +195,7 @@ def add_full_gradients(inputs: HeadInputs, full_rows: FullRows, grads: FullGradi
 
 
 def _gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> Callable[[slice], Tensor]:
-    """Returns what computes the gradient of a slab of logits."""
+    """Returns a function that computes the gradient of a slab of logits."""
     nothing_R = torch.zeros_like(grads.log_sum_R)
     scale_R1 = (nothing_R if grads.of_logprobs_R is None else grads.of_logprobs_R)[:, None] / slabs.temperatures_R1
 
@@ -212,7 +216,7 @@ def _gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> Callable
 
 
 def _device_gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> Callable[[slice], Tensor]:
-    """The same on a GPU, in the dtype of the head: the factor of a product."""
+    """Does the work of `_gradient` on a GPU; gradients come in the dtype of the head, as factors of products."""
     from moerl.kernels import slabs_triton
 
     rows = slabs.temperatures_R1[:, 0], columns_R
@@ -225,8 +229,8 @@ def _device_gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> C
 def add_slab_gradients(
     slabs: Slabs, gradient_of_logits: Callable[[slice], Tensor], full_rows: FullRows, into: HeadGradients
 ) -> None:
-    """Adds what the gradient of the logits of each slab (`gradient_of_logits(span)` [R, columns]) means for hidden
-    states and head."""
+    """Adds the gradients of hidden states and head that follow from those of the logits of each slab
+    (`gradient_of_logits(span)` [R, columns])."""
     grad_RH = into.hidden_TH
     if grad_RH is not None and not full_rows.whole:
         grad_RH = slabs.temperatures_R1.new_zeros(slabs.hidden_RH.shape)

@@ -18,10 +18,10 @@ from moerl.kernels.head import HeadInputs
 
 
 def kl_full(inputs: HeadInputs, reference: HeadInputs, rows: FullRows) -> Tensor:
-    """Exact KL(p||q) over the full vocabulary, nats.
+    """Returns the exact KL(p||q) over the full vocabulary, nats.
 
-    `p = softmax(logits / temperature)` of `inputs`, `q` the same of `reference`; of one vocabulary, not necessarily
-    of one width.
+    `p = softmax(logits / temperature)` of `inputs`, `q` the same of `reference`. Both models have one vocabulary, not
+    necessarily one width.
 
     Args:
         inputs: the model; carries the gradient.
@@ -95,7 +95,7 @@ class _WholeKL(torch.autograd.Function):
 
 
 def _sums(slabs: Slabs, reference_slabs: Slabs) -> tuple[RunningSums, RunningSums]:
-    """Sums of this shard for both models."""
+    """Returns the sums of this shard for both models."""
     sums = RunningSums.empty(slabs, centred=False)
     reference_sums = RunningSums.empty(reference_slabs, centred=True)
     for span in slabs.spans():
@@ -106,7 +106,7 @@ def _sums(slabs: Slabs, reference_slabs: Slabs) -> tuple[RunningSums, RunningSum
 
 
 def _device_sums(slabs: Slabs, reference_slabs: Slabs) -> tuple[RunningSums, RunningSums]:
-    """The same on a GPU: two products and a kernel per slab."""
+    """Does the work of `_sums` on a GPU: two products and a kernel per slab."""
     from moerl.kernels import slabs_triton
 
     temperatures_R = slabs.temperatures_R1[:, 0]
@@ -120,7 +120,7 @@ def _device_sums(slabs: Slabs, reference_slabs: Slabs) -> tuple[RunningSums, Run
 def _gradient(
     slabs: Slabs, reference_slabs: Slabs, per_row: tuple[Tensor, Tensor, Tensor]
 ) -> Callable[[slice], Tensor]:
-    """Returns what computes the gradient of a slab of logits.
+    """Returns a function that computes the gradient of a slab of logits.
 
     per_row: `log sum exp`, expected difference of the logits, gradient of the KL.
     """
@@ -139,7 +139,7 @@ def _gradient(
 def _device_gradient(
     slabs: Slabs, reference_slabs: Slabs, per_row: tuple[Tensor, Tensor, Tensor]
 ) -> Callable[[slice], Tensor]:
-    """The same on a GPU, in the dtype of the head."""
+    """Does the work of `_gradient` on a GPU; gradients come in the dtype of the head."""
     from moerl.kernels import slabs_triton
 
     log_sum_R, mean_gap_R, grad_R = per_row

@@ -1,4 +1,4 @@
-"""The language-model head and what enters it: the one place that gathers hidden states over sequence parallelism.
+"""The language-model head and its inputs: the one place that gathers hidden states over sequence parallelism.
 
 Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Scores are made from
 `HeadInputs`, never from logits, so that no [T, V] tensor exists. The supported families have a head of one matrix
@@ -22,16 +22,15 @@ from moerl.kernels.vocab_parallel import VocabShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadInputs:
-    """Everything the logits `hidden_TH @ weight_VpH.T` depend on.
-
-    hidden_TH: all T rows, on every rank of the shard's group. weight_VpH: this rank's rows of the head.
-    Both float32, float64, bfloat16 or float16, of one dtype. shard: the columns that `weight_VpH` stands for.
-    Made by `Head.enter`: its gradient of `hidden_TH` is this rank's part alone.
-    """
+    """Factors of the logits `hidden_TH @ weight_VpH.T`, both float32, float64, bfloat16 or float16, of one dtype. Made
+    by `Head.enter`."""
 
     hidden_TH: Tensor
+    """All T rows, on every rank of the shard's group; its gradient is this rank's part alone."""
     weight_VpH: Tensor
+    """This rank's rows of the head."""
     shard: VocabShard
+    """Columns that `weight_VpH` stands for."""
 
     @property
     def num_rows(self) -> int:
@@ -44,24 +43,23 @@ class HeadInputs:
         return torch.float64 if self.hidden_TH.dtype == torch.float64 else torch.float32
 
     def detach(self) -> HeadInputs:
-        """The same inputs without gradient."""
+        """Returns the same inputs without gradient."""
         return HeadInputs(self.hidden_TH.detach(), self.weight_VpH.detach(), self.shard)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """This rank's rows of the language-model head or of the embedding tied to it.
-
-    weight_VpH: rows [shard.start, shard.end) of the padded vocabulary. shard: those bounds and the group.
-    sequence_parallel: hidden states come as this rank's T / tensor rows.
-    """
+    """This rank's rows of the language-model head or of the embedding tied to it."""
 
     weight_VpH: Tensor
+    """Rows [shard.start, shard.end) of the padded vocabulary."""
     shard: VocabShard
+    """Bounds of these rows, and the group that splits the vocabulary."""
     sequence_parallel: bool = False
+    """True if hidden states come as this rank's T / tensor rows."""
 
     def over(self, vocab_size: int) -> Head:
-        """The same head where other ids count: those from `vocab_size` on are padding."""
+        """Returns the same head with another vocabulary size: ids from `vocab_size` on are padding."""
         return replace(self, shard=replace(self.shard, vocab_size=vocab_size))
 
     def enter(self, hidden_tH: Tensor) -> HeadInputs:
@@ -71,7 +69,7 @@ class Head:
         backward; else nothing forward and an all-reduce backward, since each rank knows only the part of the
         gradient that comes from its own columns.
 
-        Raises `ContractError` where shapes or dtypes of head, shard and hidden states disagree.
+        Raises `ContractError` if shapes or dtypes of head, shard and hidden states disagree.
         """
         num_columns, width = self.weight_VpH.shape
         shapes_agree = hidden_tH.dim() == 2 and hidden_tH.shape[1] == width and num_columns == self.shard.num_columns

@@ -1,7 +1,7 @@
 """Row-wise operations of a model on a CPU, forward and backward, each in one pass over its rows.
 
-torch puts them together from single operations, each of which reads and writes all rows. float32 tensors in memory of
-the host; rows are divided between torch's threads. Any process.
+torch composes them from single operations, each of which reads and writes all rows. float32 tensors in memory of the
+host; rows are divided between as many threads as torch has. Any process.
 
 Shape legend: R = rows, H = hidden size, F = width of a gated layer.
 """
@@ -19,18 +19,18 @@ from numba import njit
 from torch import Tensor
 
 _FEW_ROWS = 256
-"""Not worth another thread."""
+"""Rows that are not worth another thread."""
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
 @njit(fastmath={"contract"}, error_model="numpy", cache=True)
 def exponential(x: Any) -> Any:
-    """exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
+    """Returns exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
 
-    Compiled code of other modules contains this function, and Numba looks for changes in their own files alone: after
-    one here, remove the `*.nbi` files beside the source.
+    Compiled code of other modules contains this function, and Numba compiles a module anew only if its own file has
+    changed: after a change here, remove the `*.nbi` files next to the source.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
@@ -47,7 +47,7 @@ def exponential(x: Any) -> Any:
 
 
 def gated(gates_ups: Tensor, weights: Tensor) -> Tensor:
-    """SwiGLU of rows, weighted: [R, F] = weights silu(gates) ups.
+    """Returns weighted SwiGLU of rows: [R, F] = weights silu(gates) ups.
 
     Args:
         gates_ups: float32 [R, 2 F], gates before ups. weights: float32 [R].
@@ -59,7 +59,8 @@ def gated(gates_ups: Tensor, weights: Tensor) -> Tensor:
 
 
 def gated_backward(gates_ups: Tensor, weights: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `gated` with respect to `gates_ups` and `weights`; and its result again, which was not kept.
+    """Returns the gradients of `gated` with respect to `gates_ups` and `weights`, and its result again, which was not
+    kept.
 
     With s = 1 / (1 + exp(-g)): d(gates) = w u s (1 + g (1 - s)) dy, d(ups) = w g s dy, d(weights) = sum(g s u dy).
 
@@ -74,7 +75,7 @@ def gated_backward(gates_ups: Tensor, weights: Tensor, gradient: Tensor) -> tupl
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of rows: y = weight x s with s = 1 / sqrt(mean(x^2) + eps). Returns y [R, H] and s [R].
+    """Computes RMSNorm of rows: y = weight x s with s = 1 / sqrt(mean(x^2) + eps). Returns y [R, H] and s [R].
 
     Args:
         x: float32 [R, H]. weight: float32 [H].
@@ -87,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` with respect to x [R, H] and weight [H].
+    """Returns the gradients of `rms_norm` with respect to x [R, H] and weight [H].
 
     With z = x s: d(weight) = sum over rows of dy z, and dx = s (dy w - z mean(dy w z)).
 
@@ -101,7 +102,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tenso
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """RoPE of heads whose halves are turned together: (x1 cos - x2 sin, x2 cos + x1 sin).
+    """Returns RoPE of heads whose halves are turned together: (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
         x: float32 [R, heads, D]. cos, sin: float32 [R, 1, D], the same in both halves.
@@ -114,7 +115,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def by_rows[Part](num_rows: int, run: Callable[[int, int], Part], few: int = _FEW_ROWS) -> list[Part]:
-    """Runs a kernel over parts [start, stop) of the rows, which together are all of them, in torch's threads.
+    """Runs a kernel over parts [start, stop) that together are all rows, in as many threads as torch has, at most.
 
     Args:
         few: rows that are not worth another thread.

@@ -23,17 +23,16 @@ from moerl.kernels.transfer import transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptRows:
-    """The kept sets of a microbatch as flat tensors.
-
-    rows: int64 [N], the row of each listed id, ascending. ids: int64 [N], global ids, ascending in a row.
-    offsets: int64 [T + 1]; row t lists ids[offsets[t]:offsets[t + 1]].
-    truncated: bool [T]; True where a set is listed, False where the full vocabulary was open.
-    """
+    """The kept sets of a microbatch as flat tensors."""
 
     rows: Tensor
+    """int64 [N]; row of each listed id, ascending."""
     ids: Tensor
+    """int64 [N]; global ids, ascending in a row."""
     offsets: Tensor
+    """int64 [T + 1]; row t lists ids[offsets[t]:offsets[t + 1]]."""
     truncated: Tensor
+    """bool [T]; True on rows that list a set, False on rows whose token was drawn from the full vocabulary."""
 
     @classmethod
     def from_csr(cls, kept: KeptSets, truncated: NDArray[np.bool_], device: torch.device | str) -> KeptRows:
@@ -61,16 +60,16 @@ def kept_arrays(kept: KeptSets, truncated: NDArray[np.bool_]) -> dict[str, NDArr
 
 
 def segment_sum(values_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
-    """Sum of `values_N` per row: [T], dtype of the values, accumulated in float64, differentiable."""
+    """Returns the sum of `values_N` per row: [T], dtype of the values, accumulated in float64, differentiable."""
     sums_T = values_N.new_zeros(num_rows, dtype=torch.float64)
     if values_N.is_cuda:
-        # `index_add` would add with atomics there; this sorts first and adds in order.
+        # On a GPU `index_add` adds with atomics; this sorts first and adds in order.
         return sums_T.index_put((rows_N,), values_N.double(), accumulate=True).to(values_N.dtype)
     return sums_T.index_add(0, rows_N, values_N.double()).to(values_N.dtype)
 
 
 def segment_log_softmax(z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
-    """Log-softmax within each row's listed ids: `z - logsumexp(z of the row)`, [N], differentiable.
+    """Returns the log-softmax within each row's listed ids: `z - logsumexp(z of the row)`, [N], differentiable.
 
     A row with one id gives exactly 0 with exactly zero gradient.
     """
@@ -96,13 +95,12 @@ class _SegmentLogSoftmax(torch.autograd.Function):
 
 
 def kl_kept(kept_logprobs_N: Tensor, reference_kept_logprobs_N: Tensor, kept: KeptRows) -> Tensor:
-    """Exact KL over each kept set: `sum over kept ids of p (log p - log q)`, nats.
+    """Returns the exact KL over each kept set: `sum over kept ids of p (log p - log q)`, nats.
 
     Args:
         kept_logprobs_N: log p at the listed ids (`KeptScores.kept_logprobs_N`); carries the gradient.
-        reference_kept_logprobs_N: log q at the same ids, from a call with the same selected rows.
-            Normalised over the kept set or over the full vocabulary: both sums are exact, of different
-                references.
+        reference_kept_logprobs_N: log q at the same ids, from a call with the same selected rows. Normalised over the
+            kept set or over the full vocabulary: both sums are exact, of different references.
         kept: the sets.
 
     Returns:

@@ -1,7 +1,7 @@
 """Logits at listed pairs (row, id) from hidden states and head, and their gradients, on a CPU.
 
 Runs in trainer processes (on GPUs `moerl.kernels.device_pairs`). Reads only the listed rows of the head. A rank sorts
-the pairs it owns by id once; each id then decides by its count how it is computed:
+the pairs it owns by id once; the number of its pairs then decides how an id is computed:
 
 - *rare* ids as sparse dot products, `moerl.kernels.sparse_torch`;
 - *common* ids, listed by at least one row in `DENSE_ADVANTAGE`, as columns of a matrix product with all rows, in
@@ -31,11 +31,14 @@ DENSE_ADVANTAGE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """The pairs of a microbatch that this rank owns, in two parts. num_listed: N, of all ranks."""
+    """The pairs of a microbatch that this rank owns, in two parts."""
 
     rare: Segments
+    """Pairs of ids that few rows list."""
     common: Segments
+    """Pairs of ids that at least one row in `DENSE_ADVANTAGE` lists."""
     num_listed: int
+    """N, of all ranks."""
 
 
 def plan_pairs(sorted_pairs: SortedPairs, num_rows: int) -> Pairs:
@@ -55,7 +58,7 @@ def segments_of(pairs: SortedPairs) -> Segments:
 
 
 def pair_logits(inputs: HeadInputs, pairs: Pairs) -> Tensor:
-    """Logits of the pairs that this rank owns, 0 for the others: [N], not yet summed over ranks."""
+    """Returns the logits of the pairs that this rank owns, 0 for the others: [N], not yet summed over ranks."""
     z_N = inputs.hidden_TH.new_zeros(pairs.num_listed, dtype=inputs.dtype)
     if len(pairs.rare):
         z_N[pairs.rare.positions_P] = sparse_torch.dots(inputs, pairs.rare)

@@ -1,4 +1,4 @@
-"""Plans of scoring a packed microbatch: what the kernels read, made on the host, where all of it is known.
+"""Plans of scoring a packed microbatch: the inputs of the kernels, made on the host, from facts that the host has.
 
 Runs in trainer processes. Everything is checked here, before the one transfer to the device, so that a pass never waits
 for a device to answer. A plan is one rank's: it holds the ids of its vocabulary shard.
@@ -31,19 +31,21 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a packed microbatch, on the host.
-
-    target_ids_T: int64, global ids. temperatures_T: float32, > 0 on scored rows. kept, truncated_T: the kept sets of
-    the same rows, and bool flags. select_T: bool; rows to score (the sampled ones), all if None. full_T: bool; rows to
-    score over the full vocabulary as well, all of them or a sample; if None, only rows that list nothing are.
-    """
+    """Rows of a packed microbatch, on the host."""
 
     target_ids_T: NDArray[np.int64]
+    """int64, global ids."""
     temperatures_T: NDArray[np.float32]
+    """float32, > 0 on scored rows."""
     kept: KeptSets
+    """Kept sets of the rows."""
     truncated_T: NDArray[np.bool_]
+    """bool; True on rows that list a kept set."""
     select_T: NDArray[np.bool_] | None = None
+    """bool; rows to score (the sampled ones). None: all rows."""
     full_T: NDArray[np.bool_] | None = None
+    """bool; rows to score over the full vocabulary as well, all of them or a sample. None: only rows that list nothing
+    are."""
 
     @classmethod
     def open(
@@ -64,64 +66,66 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """The listed ids as a CPU reads them.
-
-    entries_E: which of the N listed ids are on selected rows; None if all are. rows_E: their rows. is_target_E: bool;
-    the id is its row's target. pairs: those of this rank.
-    """
+    """The listed ids as a CPU reads them."""
 
     entries_E: Tensor | None
+    """int64; places of the ids of selected rows among the N listed ids. None if all rows are selected."""
     rows_E: Tensor
+    """int64; row of each id."""
     is_target_E: Tensor
+    """bool; True if the id is its row's target."""
     pairs: Pairs
+    """Pairs of this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceListed:
-    """The listed ids as a GPU reads them.
-
-    targets_T: int64; place of the row's target among the N listed ids, -1 if the row is not scored in a set. pairs:
-    those of this rank.
-    """
+    """The listed ids as a GPU reads them."""
 
     targets_T: Tensor
+    """int64; place of the row's target among the N listed ids, -1 if the row is not scored in a set."""
     pairs: DevicePairs
+    """Pairs of this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorePlan:
-    """Rows and ids that `moerl.kernels.scores` scores, on the device.
-
-    kept: the kept sets of all rows. temperatures_T: float32. open_T: bool; rows scored over the full vocabulary alone.
-    listed: the ids of kept sets. full_rows: all rows scored over the full vocabulary. with_full: `full_T` was given.
-    bounds: of the shard (`VocabShard.bounds`).
-    """
+    """Rows and ids that `moerl.kernels.scores` scores, on the device."""
 
     bounds: tuple[int, int, int]
+    """`VocabShard.bounds` of the shard that the plan is for."""
     kept: KeptRows
+    """Kept sets of all rows."""
     temperatures_T: Tensor
+    """float32."""
     open_T: Tensor
+    """bool; True on rows scored over the full vocabulary alone."""
     listed: Listed | DeviceListed
+    """Ids of the kept sets of selected rows."""
     full_rows: FullRows
+    """All rows scored over the full vocabulary."""
     with_full: bool
+    """True if `Rows.full_T` was given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostPlan:
-    """A plan before it is sent: checked and sorted.
-
-    arrays: what is sent. pairs: on a CPU those of the listed ids, None on a GPU, where they are among the arrays.
-    """
+    """A plan before it is sent to the device: checked and sorted."""
 
     rows: Rows
+    """Rows that are planned."""
     bounds: tuple[int, int, int]
+    """`VocabShard.bounds` of the head's shard."""
     device: torch.device
+    """Device of the head, to which `send` sends."""
     arrays: Arrays
+    """Arrays that are sent, by name."""
     pairs: Pairs | None
+    """Pairs of this rank on a CPU; None on a GPU, whose pairs are among the arrays."""
 
     @classmethod
     def of(cls, rows: Rows, head: Head | HeadInputs) -> HostPlan:
-        """Checks and sorts what is to be scored. Any thread; touches no device.
+        """Checks the rows and sorts their listed ids. Any thread; touches no device.
 
         Raises:
             ContractError: shapes disagree, a listed id or target lies outside the vocabulary, a listed set does not
@@ -174,12 +178,12 @@ class HostPlan:
 
 
 def plan_rows(rows: Rows, head: Head | HeadInputs) -> ScorePlan:
-    """Plans what is to be scored, and sends it to the device of the head. Raises as `HostPlan.of`."""
+    """Plans the scoring of rows, and sends the plan to the device of the head. Raises as `HostPlan.of`."""
     return HostPlan.of(rows, head).send()
 
 
 def plan_full(rows: Rows, chosen_T: NDArray[np.bool_], head: Head | HeadInputs) -> FullRows:
-    """Checks some of the rows, and sends to the device of the head what is read of them over the full vocabulary.
+    """Checks some of the rows, and sends them, to be scored over the full vocabulary, to the device of the head.
 
     Raises:
         ContractError: shapes disagree, a target lies outside the vocabulary, or a temperature is not positive.

@@ -1,4 +1,5 @@
-"""Matrix products in the precision of scores, how many columns to compute at a time, and which devices run kernels.
+"""Matrix products in the precision of scores, the number of columns to compute at a time, and the devices that run
+kernels.
 
 Runs in trainer processes. Factors of half precision are multiplied as they are on a GPU, and widened on a CPU, which
 loses nothing; sums are float32 either way. float32 factors have full products, unless the process lets torch use TF32;
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 SLAB_ELEMENTS = 2**21
-"""Numbers in a slab of logits, or of rows of the head, of a small microbatch: 8 MiB in float32."""
+"""Numbers in a slab of logits, or in a slab of rows of the head, of a small microbatch: 8 MiB in float32."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -24,13 +25,13 @@ def on_device(device: torch.device) -> bool:
 
 
 def slab_columns(num_rows: int, width: int) -> int:
-    """Columns per slab, for hidden states [num_rows, width]: a slab has `SLAB_ELEMENTS` numbers, or as many as the
-    hidden states if those are more. Large products stay efficient, and extra memory is a few slabs."""
+    """Returns the columns per slab, for hidden states [num_rows, width]: a slab has `SLAB_ELEMENTS` numbers, or as many
+    as the hidden states if those are more. Large products stay efficient, and extra memory is a few slabs."""
     return max(SLAB_ELEMENTS // max(num_rows, width, 1), min(num_rows, width), 1)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` in float32 (float64 if one is float64); both of one dtype on a GPU."""
+    """Returns `a @ b` in float32 (float64 if one is float64); both of one dtype on a GPU."""
     if a.is_cuda and a.dtype in _HALF:
         with _float32_sums():
             return torch.mm(a, b, out_dtype=torch.float32)
@@ -41,7 +42,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds `a @ b` to `out`, which has the dtype of sums, in one kernel on a GPU."""
     if a.is_cuda and a.dtype in _HALF:
-        # Of torch's products that add to float32 from half precision, the one that releases since 2.11 have alike.
+        # The only one of torch's products that add to float32 from half precision that is the same since 2.11.
         with _float32_sums():
             torch.baddbmm(out[None], a[None], b[None], out_dtype=torch.float32, out=out[None])
     else:
@@ -49,7 +50,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """Writes `a @ b`, or adds it, to `out`, which has any dtype: summed as `matmul` does, then rounded once."""
+    """Writes `a @ b` to `out`, or adds it if `add`. `out` has any dtype: summed as in `matmul`, then rounded once."""
     if a.is_cuda and a.dtype == out.dtype:
         with _float32_sums():
             torch.addmm(out, a, b, beta=1 if add else 0, out=out)

@@ -1,4 +1,4 @@
-"""Sums over routing maps: salted checksums, tokens of each expert, and the router's own choice beside the recorded one.
+"""Sums over routing maps: salted checksums, tokens of each expert, and the router's own choice and the recorded one.
 
 Runs in trainer processes, once per router call, and never waits for the device: results are added to tensors that stay
 there. On a GPU each function is one kernel (`moerl.kernels.routing_triton`). Integer sums are the same digits on every
@@ -20,11 +20,12 @@ from moerl.kernels.routing_inputs import Choices, RoutedRows
 def add_map_sums(
     routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor | None, load_E: Tensor | None
 ) -> None:
-    """Adds one layer's checksum over the counted rows, and the real rows that each expert gets, to what is given.
+    """Adds one layer's checksum over the counted rows to `checksum`, and the real rows that each expert gets to
+    `load_E`.
 
     Args:
         routing_map_TE: bool, as the dispatcher receives it. moe_layer: index among the model's MoE layers, from 0.
-        checksum: int64 scalar. load_E: int64.
+        checksum: int64 scalar. load_E: int64. Either may be None.
     """
     if routing_map_TE.is_cuda:
         from moerl.kernels import routing_triton
@@ -47,14 +48,14 @@ def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Ten
 
 
 def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tensor, Tensor]:
-    """Per routed pair its row, and what it adds to the checksum."""
+    """Returns of each routed pair its row, and its term of the checksum."""
     rows, experts = routing_map_TE.nonzero(as_tuple=True)
     slots = (experts + (moe_layer * LAYER_PRIME + 1)) * signed(EXPERT_PRIME)
     return rows, mix(keys_T[rows] + slots)
 
 
 def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
-    """Zeros that `add_choices` adds to, float64 [layers, C, statistics]; the sum over C is what they stand for."""
+    """Returns zeros that `add_choices` adds to, float64 [layers, C, statistics]; the statistics are the sums over C."""
     if device.type == "cuda":
         from moerl.kernels import routing_triton
 

@@ -1,4 +1,4 @@
-"""Rows and choices of a router call, as the sums over them read them. Runs in trainer processes.
+"""Rows and choices of a router call: inputs of the sums over them. Runs in trainer processes.
 
 Shape legend: `moerl/kernels/routing.py`.
 """
@@ -12,23 +12,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedRows:
-    """The rows that a routing map is about. keys_T: int64, their salts. counted_T: bool, rows that a checksum speaks
-    of. real_T: bool, rows that are no padding."""
+    """The rows of a routing map."""
 
     keys_T: Tensor
+    """int64; salts of the rows."""
     counted_T: Tensor
+    """bool; True on rows that a checksum is over."""
     real_T: Tensor
+    """bool; True on rows that are no padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Choices of a router call: scores_TE, and int64 ids of what it chose and was to choose, own_TK and recorded_TK.
-
-    routed_T: bool, rows with a recorded choice. counted_T: bool, those that statistics are of.
-    """
+    """Choices of a router call: its own and the recorded one."""
 
     scores_TE: Tensor
+    """Numbers that the router ranks experts by."""
     own_TK: Tensor
+    """int64 ids of the experts that the router would have chosen."""
     recorded_TK: Tensor
+    """int64 ids of the experts that it was to choose."""
     routed_T: Tensor
+    """bool; True on rows with a recorded choice."""
     counted_T: Tensor
+    """bool; True on rows that statistics are over."""

@@ -4,7 +4,7 @@ Sums of integers are added with atomics, which give the same digits in every ord
 number of programs walks over the rows, each with sums of its own. Shape legend: `moerl/kernels/routing.py`.
 """
 
-# Triton infers the types of what a kernel takes.
+# Triton infers the types of a kernel's arguments.
 # pyright: reportMissingParameterType=false
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPERT_PRIME = tl.constexpr(EXPERT_PRIME)
 
 @triton.jit
 def _terms(routed, keys, layer_term, experts):
-    """Computes what each routed pair adds to a checksum, uint64; 0 for the others."""
+    """Computes the term of each routed pair in a checksum, uint64; 0 for the others."""
     slots = (experts.to(tl.uint64) + layer_term.to(tl.uint64)) * _EXPERT_PRIME
     x = keys.to(tl.uint64, bitcast=True)[:, None] + slots[None, :]
     x = (x ^ (x >> 30)) * _MIX_1
@@ -42,7 +42,7 @@ def _terms(routed, keys, layer_term, experts):
 
 @triton.jit
 def _routed(map_ptr, rows, inside, experts, num_experts):
-    """bool [rows, experts]: a block of the routing map."""
+    """Loads a block of the routing map: bool [rows, experts]."""
     at = rows.to(tl.int64)[:, None] * num_experts + experts[None, :]
     return tl.load(map_ptr + at, mask=inside[:, None] & (experts < num_experts)[None, :], other=0) != 0
 
@@ -80,7 +80,7 @@ def _row_checksums_kernel(
 
 @triton.jit
 def _chosen(ids_ptr, rows, inside, experts, NUM_CHOSEN: tl.constexpr):
-    """bool [rows, experts]: which experts the ids of each row name."""
+    """Returns bool [rows, experts]: True for experts that the ids of the row name."""
     chosen = (experts[None, :] < 0) & (rows[:, None] < 0)
     for slot in range(NUM_CHOSEN):
         ids = tl.load(ids_ptr + rows.to(tl.int64) * NUM_CHOSEN + slot, mask=inside, other=-1)
@@ -94,7 +94,8 @@ def _choices_kernel(
     NUM_CHOSEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, LEAVES_SOME_OUT: tl.constexpr,
     NUM_STATISTICS: tl.constexpr,
 ):  # fmt: skip
-    """Programs take blocks of rows in turns. A recorded row names distinct experts if it is routed."""
+    """Compares choices and adds up statistics; programs process blocks of rows in turns. A recorded row names distinct
+    experts if it is routed."""
     experts = tl.arange(0, EXPERTS)
     counted_sum = tl.zeros((ROWS,), dtype=tl.float64)
     flips_sum, jaccard_sum, at_flips_sum, elsewhere_sum = counted_sum, counted_sum, counted_sum, counted_sum

@@ -2,8 +2,8 @@
 
 Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Forward and backward are
 deterministic. Communication of `score_kept`: one all-reduce of a number per listed id, and of three per row that is
-scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states). What a pass reads is
-planned on the host (`moerl.kernels.plan`); on a GPU it launches a few kernels and waits for none.
+scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states). The inputs of a pass
+are planned on the host (`moerl.kernels.plan`); on a GPU a pass launches a few kernels and waits for none.
 Shape legend: `moerl/kernels/__init__.py`.
 """
 
@@ -27,34 +27,32 @@ from moerl.kernels.vocab_parallel import VocabShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullScores:
-    """Scores over the full vocabulary, nats, float32 (float64 for float64 inputs); 0 on rows not scored so.
-
-    logprobs_T, entropy_T: [T], differentiable; log-prob of the target, and the entropy of its distribution.
-    """
+    """Scores over the full vocabulary, nats, float32 (float64 for float64 inputs), differentiable; 0 on rows not scored
+    over it."""
 
     logprobs_T: Tensor
+    """Log-prob of the target."""
     entropy_T: Tensor
+    """Entropy of its distribution."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptScores:
-    """Scores under the support each token was drawn from, nats, float32 (float64 for float64 inputs).
-
-    0 on rows not selected.
-
-    logprobs_T, entropy_T: [T], differentiable; log-prob of the target, and the entropy of its distribution.
-    kept_logprobs_N: [N], differentiable; log-prob of every listed id within its set (for `kl_kept`).
-    full: the same rows' scores over the full vocabulary, where those were asked for.
-    """
+    """Scores under the support each token was drawn from, nats, float32 (float64 for float64 inputs), differentiable; 0
+    on rows not selected."""
 
     logprobs_T: Tensor
+    """Log-prob of the target."""
     entropy_T: Tensor
+    """Entropy of its distribution."""
     kept_logprobs_N: Tensor
+    """Log-prob of every listed id within its set (for `kl_kept`)."""
     full: FullScores | None = None
+    """Scores over the full vocabulary, of the rows of `Rows.full_T`; None unless the plan has them."""
 
 
 def score_kept(inputs: HeadInputs, plan: ScorePlan) -> KeptScores:
-    """Log-prob of each target under the distribution it was drawn from, with gradients.
+    """Returns the log-prob of each target under the distribution it was drawn from, with gradients.
 
     With `z = hidden @ weight.T / temperature`: `z_a - logsumexp(z[kept])` on rows that list a kept set, which reads
     the listed rows of the head only; `z_a - logsumexp(z)` over the full vocabulary on the others.
@@ -77,10 +75,10 @@ def score_kept(inputs: HeadInputs, plan: ScorePlan) -> KeptScores:
 
 
 def score_full(inputs: HeadInputs, plan: ScorePlan) -> FullScores:
-    """Exact log-prob of each target over the full vocabulary, `z_a - logsumexp(z)`, and the entropy.
+    """Returns the exact log-prob of each target over the full vocabulary, `z_a - logsumexp(z)`, and the entropy.
 
-    The backward pass computes the logits again, slab by slab: a third more operations than keeping [T, V] would
-    take, and none of its memory.
+    The backward pass computes the logits again, slab by slab: a third more operations than with [T, V] kept, and none
+    of its memory.
 
     Args:
         inputs: as `score_kept`.
@@ -92,9 +90,9 @@ def score_full(inputs: HeadInputs, plan: ScorePlan) -> FullScores:
 
 
 def listed_logprobs(inputs: HeadInputs, plan: ScorePlan) -> Tensor:
-    """Log-prob of every listed id within its set, [N], as `KeptScores.kept_logprobs_N`; without gradient.
+    """Returns the log-prob of every listed id within its set, [N], as `KeptScores.kept_logprobs_N`; without gradient.
 
-    Scores nothing over the full vocabulary: all that `kl_kept` asks of a reference.
+    Scores nothing over the full vocabulary: `kl_kept` needs no more of a reference.
     """
     _check_plan(inputs, plan)
     with torch.no_grad():
@@ -118,8 +116,8 @@ def _check_plan(inputs: HeadInputs, plan: ScorePlan) -> None:
 
 
 def _all_scores(inputs: HeadInputs, plan: ScorePlan) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows; log-probs and
-    entropies over the full vocabulary [R]."""
+    """Returns log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows; log-probs
+    and entropies over the full vocabulary [R]."""
     listed = plan.listed
     if isinstance(listed, DeviceListed):
         from moerl.kernels.device_scores import DeviceScores
@@ -141,7 +139,7 @@ def _log_softmax(z_E: Tensor, plan: ScorePlan, listed: Listed) -> Tensor:
 
 
 def _all_listed(logprobs_E: Tensor, plan: ScorePlan, listed: Listed) -> Tensor:
-    """[N]; 0 at ids of rows that are not selected."""
+    """Returns the log-probs of all listed ids, [N]; 0 at ids of rows that are not selected."""
     if listed.entries_E is None:
         return logprobs_E
     return logprobs_E.new_zeros(len(plan.kept.rows)).index_copy(0, listed.entries_E, logprobs_E)

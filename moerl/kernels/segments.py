@@ -20,17 +20,18 @@ from moerl.kernels.vocab_parallel import VocabShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SortedPairs:
-    """Pairs on the host, sorted by id.
-
-    positions_P: place of each pair among the N listed ones. rows_P: its row, ascending within an id. columns_U: local
-    columns of the distinct ids, ascending. counts_U: pairs of each. All int64. num_listed: N, of all ranks.
-    """
+    """Pairs on the host, sorted by id; all arrays int64."""
 
     positions_P: NDArray[np.int64]
+    """Place of each pair among the N listed ones."""
     rows_P: NDArray[np.int64]
+    """Row of each pair, ascending within an id."""
     columns_U: NDArray[np.int64]
+    """Local columns of the distinct ids, ascending."""
     counts_U: NDArray[np.int64]
+    """Pairs of each id."""
     num_listed: int
+    """N, of all ranks."""
 
     @classmethod
     def of(cls, rows_N: NDArray[np.int64], ids_N: NDArray[np.int64], shard: VocabShard) -> SortedPairs:
@@ -53,7 +54,7 @@ class SortedPairs:
 
 @njit(nogil=True, cache=True)
 def _by_column(columns_N: Any, num_columns: int) -> Any:
-    """Places of the columns in [0, num_columns), sorted by column and stably; and how often each column is there."""
+    """Returns the places of the columns in [0, num_columns), sorted stably by column, and the count of each column."""
     counts = np.zeros(num_columns, np.int64)
     for column in columns_N:
         if 0 <= column < num_columns:
@@ -69,23 +70,22 @@ def _by_column(columns_N: Any, num_columns: int) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Pairs sorted by id.
-
-    positions_P: where each pair stands among the N listed ones. rows_P: its row, ascending within an id.
-    columns_U: local columns of the distinct ids, ascending. offsets_U1: [U + 1]; id u has the pairs
-    offsets_U1[u]:offsets_U1[u + 1]. All int64.
-    """
+    """Pairs sorted by id, as int64 tensors on the CPU."""
 
     positions_P: Tensor
+    """Place of each pair among the N listed ones."""
     rows_P: Tensor
+    """Row of each pair, ascending within an id."""
     columns_U: Tensor
+    """Local columns of the distinct ids, ascending."""
     offsets_U1: Tensor
+    """[U + 1]; id u has the pairs offsets_U1[u]:offsets_U1[u + 1]."""
 
     def __len__(self) -> int:
         return len(self.positions_P)
 
     def slabs(self, ids_per_slab: int) -> Iterator[tuple[slice, Segments]]:
-        """Consecutive ids with their pairs, and which of the P pairs those are."""
+        """Yields consecutive ids with their pairs, each after the span of these pairs among the P."""
         starts = range(0, len(self.columns_U), ids_per_slab)
         ends = [min(start + ids_per_slab, len(self.columns_U)) for start in starts]
         bounds = self.offsets_U1[[0, *ends]].tolist()

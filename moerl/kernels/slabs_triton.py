@@ -1,10 +1,10 @@
 """Triton kernels over a slab of logits: sums per row, and gradients of the logits. Runs in trainer processes on GPUs.
 
-One program reads the part of a row that the slab has, so that a slab is read once each way; rows have one program each
-and results the same bits every time. Shape legend: `moerl/kernels/__init__.py`.
+Each row of a slab has one program, so that a slab is read once forward and once backward, and results have the same
+bits every time. Shape legend: `moerl/kernels/__init__.py`.
 """
 
-# Triton infers the types of what a kernel takes.
+# Triton infers the types of a kernel's arguments.
 # pyright: reportMissingParameterType=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_COLUMNS = 1024
 def add_kernel(
     z_ptr, temperatures_ptr, targets_ptr, state_ptr, first, num_rows, num_columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Takes a slab of logits into `state` [4, R]: maximum, `sum e`, `sum e (x - max)` and the target's x."""
+    """Adds a slab of logits to `state` [4, R]: maximum, `sum e`, `sum e (x - max)` and the target's x."""
     row = tl.program_id(0)
     at_state = state_ptr + row
     temperature = tl.load(temperatures_ptr + row)
@@ -59,8 +59,8 @@ def gradient_kernel(
     z_ptr, temperatures_ptr, targets_ptr, log_sums_ptr, entropy_ptr, of_logprobs_ptr, of_entropy_ptr, out_ptr,
     first, num_columns, BLOCK: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a slab of logits: `onehot - p` of a log-prob, `-p (log p + entropy)` of an entropy, over the
-    temperature.
+    """Computes the gradient of a slab of logits: `onehot - p` of a log-prob, `-p (log p + entropy)` of an entropy, over
+    the temperature.
 
     The difference is taken before it is rounded: in bfloat16 `1 - p` of a likely target would be lost.
     """
@@ -86,7 +86,7 @@ def gradient_kernel(
 def add_kl_kernel(
     z_ptr, other_ptr, temperatures_ptr, state_ptr, num_rows, num_columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Takes slabs of logits of two models into `state` [5, R]: maximum, `sum e` and `sum e (x - y)` of the first one,
+    """Adds slabs of logits of two models to `state` [5, R]: maximum, `sum e` and `sum e (x - y)` of the first one,
     maximum and `sum e` of the second."""
     row = tl.program_id(0)
     at_state = state_ptr + row
@@ -124,7 +124,7 @@ def kl_gradient_kernel(
     z_ptr, other_ptr, temperatures_ptr, log_sums_ptr, mean_gaps_ptr, of_kl_ptr, out_ptr, num_columns,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a slab of logits: `p (x - y - E[x - y])`, over the temperature."""
+    """Computes the gradient of a slab of logits: `p (x - y - E[x - y])`, over the temperature."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures_ptr + row)
     log_sum, mean_gap = tl.load(log_sums_ptr + row), tl.load(mean_gaps_ptr + row)
@@ -140,7 +140,7 @@ def kl_gradient_kernel(
 
 
 def empty_state(temperatures_R: Tensor, maxima: tuple[int, ...], size: int) -> Tensor:
-    """Returns [size, R] of no columns yet: zeros, and -inf in the rows `maxima`."""
+    """Returns the state [size, R] before any column: zeros, and -inf in the rows `maxima`."""
     state = temperatures_R.new_zeros(size, len(temperatures_R))
     for row in maxima:
         state[row].fill_(float("-inf"))
@@ -148,7 +148,8 @@ def empty_state(temperatures_R: Tensor, maxima: tuple[int, ...], size: int) -> T
 
 
 def add(z_RC: Tensor, temperatures_R: Tensor, targets_R: Tensor, state_4R: Tensor, first: int) -> None:
-    """Takes in a slab that begins at column `first`. targets_R: int64; local columns, any others are not found."""
+    """Adds a slab that begins at column `first` to the state. targets_R: int64, local columns; a target outside of the
+    slab changes nothing."""
     add_kernel[(len(z_RC),)](z_RC, temperatures_R, targets_R, state_4R, first, len(z_RC), z_RC.shape[1], **_fixed(z_RC))
 
 
@@ -160,7 +161,7 @@ def gradient(
     first: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of a slab of logits that begins at column `first`: [R, C] of `dtype`.
+    """Returns the gradient of a slab of logits that begins at column `first`: [R, C] of `dtype`.
 
     rows: temperatures, and local columns of targets. scored: `log sum exp` and entropies. grads: of log-probs and
     entropies.
@@ -176,14 +177,14 @@ def gradient(
 
 
 def add_kl(z_RC: Tensor, other_RC: Tensor, temperatures_R: Tensor, state_5R: Tensor) -> None:
-    """Takes in a slab of logits of each model."""
+    """Adds a slab of logits of each model to the state."""
     add_kl_kernel[(len(z_RC),)](z_RC, other_RC, temperatures_R, state_5R, len(z_RC), z_RC.shape[1], **_fixed(z_RC))
 
 
 def kl_gradient(
     z_RC: Tensor, other_RC: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of a slab of logits, [R, C] of `dtype`.
+    """Returns the gradient of a slab of logits, [R, C] of `dtype`.
 
     per_row: temperatures, `log sum exp`, expected difference of the logits, gradient of the KL.
     """
@@ -193,5 +194,5 @@ def kl_gradient(
 
 
 def _fixed(z_RC: Tensor, **more: bool) -> dict[str, Any]:
-    """Returns what a kernel is compiled for."""
+    """Returns the constants that a kernel is compiled for."""
     return {"BLOCK": min(BLOCK_COLUMNS, triton.next_power_of_2(z_RC.shape[1])), **more}

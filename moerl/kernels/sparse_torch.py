@@ -18,7 +18,7 @@ from moerl.kernels.segments import Segments
 
 
 def dots(inputs: HeadInputs, segments: Segments) -> Tensor:
-    """`hidden[row] . weight[column]` of each pair, [P]."""
+    """Returns `hidden[row] . weight[column]` of each pair, [P]."""
     z_P = inputs.hidden_TH.new_zeros(len(segments), dtype=inputs.dtype)
     hidden_TH = inputs.hidden_TH.to(inputs.dtype)
     for span, slab, weight_UH in _slabs(inputs, segments):

@@ -1,11 +1,11 @@
 """Triton kernels over listed pairs and kept sets: dot products, log-softmax of each set, and gradients. Runs in trainer
 processes on GPUs.
 
-Reads each listed row of the head where it lies; nothing is gathered. Every number has one program that writes it, and
-every sum a fixed order, so results have the same bits every time. Shape legend: `moerl/kernels/device_pairs.py`.
+Reads each listed row of the head in place; nothing is gathered. Every number has one program that writes it, and every
+sum a fixed order, so results have the same bits every time. Shape legend: `moerl/kernels/device_pairs.py`.
 """
 
-# Triton infers the types of what a kernel takes.
+# Triton infers the types of a kernel's arguments.
 # pyright: reportMissingParameterType=false
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def dots_kernel(
     hidden_ptr, weight_ptr, rows_ptr, columns_ptr, positions_ptr, z_ptr, num_pairs, width,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """`z[position] = hidden[row] . weight[column]` of a few pairs."""
+    """Writes `z[position] = hidden[row] . weight[column]` of a few pairs."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     real = pairs < num_pairs
     hidden_rows = hidden_ptr + tl.load(rows_ptr + pairs, mask=real, other=0).to(tl.int64)[:, None] * width
@@ -52,7 +52,7 @@ def sums_kernel(
     source_ptr, factors_ptr, positions_ptr, sources_ptr, starts_ptr, counts_ptr, out_ptr, width,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """`out[s] = sum over the pairs of segment s of factors[position] * source[sources]`, some columns of it."""
+    """Writes some columns of `out[s] = sum over the pairs of segment s of factors[position] * source[sources]`."""
     segment = tl.program_id(0)
     count = tl.load(counts_ptr + segment)
     if count >= 0:
@@ -78,7 +78,7 @@ def sums_kernel(
 def parts_kernel(
     parts_ptr, first_parts_ptr, split_ptr, out_ptr, width, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr
 ):  # fmt: skip
-    """`out[split[l]] = sum of the parts of l`, some columns of it."""
+    """Writes some columns of `out[split[l]] = sum of the parts of l`."""
     number = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -96,7 +96,7 @@ def parts_kernel(
 def sets_kernel(
     z_ptr, temperatures_ptr, offsets_ptr, targets_ptr, logprobs_ptr, entropy_ptr, kept_ptr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Log-softmax of the set of a row at `z / temperature`: of its target, of all ids, and the entropy.
+    """Computes the log-softmax of the set of a row at `z / temperature`: of its target, of all ids, and the entropy.
 
     0 if the row has no target (-1): it is not scored, or lists nothing. Sums are float64.
     """
@@ -141,7 +141,7 @@ def sets_gradient_kernel(
     of_logprobs_ptr, of_entropy_ptr, of_kept_ptr, grad_ptr,
     BLOCK: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr, OF_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of `z` of a row from those of what `sets_kernel` returns.
+    """Computes the gradient of `z` of a row from those of the results of `sets_kernel`.
 
     With p the softmax: `onehot - p` of the log-prob, `-p (log p + entropy)` of the entropy, and
     `g - p sum(g)` of gradients g of the log-probs of all ids; over the temperature.
@@ -227,7 +227,7 @@ def sets_gradient(
     targets_T: Tensor,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Gradient of `z_N`, [N].
+    """Returns the gradient of `z_N`, [N].
 
     scored: entropies and log-probs of all listed ids, as `score_sets` returned them. grads: of its three results, None
     if there is none.
@@ -247,7 +247,7 @@ def sets_gradient(
 
 
 def _fixed(dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
-    """Returns what a kernel is compiled for. dtype: of sums."""
+    """Returns the constants that a kernel is compiled for. dtype: of sums."""
     return {"ACCUMULATE": tl.float64 if dtype == torch.float64 else tl.float32, **sizes}
 
 

@@ -1,4 +1,4 @@
-"""Copies of host arrays to a device without stopping it. Any process that computes with torch."""
+"""Copies of host arrays to a device without waiting for it. Any process that computes with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes; what vector loads of a GPU ask for."""
+"""Bytes that vector loads of a GPU need."""
 
 HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
 

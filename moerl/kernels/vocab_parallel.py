@@ -17,19 +17,17 @@ from moerl.errors import ContractError
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The columns of the vocabulary that this rank holds.
-
-    start, end: this rank's logits have the columns [start, end) of the (padded) vocabulary.
-    vocab_size: V; columns >= V pad the embedding and belong to no support.
-    group: the tensor-parallel group that splits the vocabulary; None where one process holds all of it.
-
-    Raises `ContractError` where the bounds make no sense.
-    """
+    """The columns [start, end) of the (padded) vocabulary whose logits this rank computes. Raises `ContractError` if
+    the bounds contradict each other."""
 
     start: int
+    """First column."""
     end: int
+    """Column after the last, padding included."""
     vocab_size: int
+    """V; columns >= V pad the embedding and belong to no support."""
     group: dist.ProcessGroup | None = None
+    """Tensor-parallel group that splits the vocabulary; None if one process holds all of it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end or self.vocab_size < 1:
@@ -51,7 +49,7 @@ class VocabShard:
 
     @classmethod
     def from_group(cls, vocab_size: int, num_columns: int, group: dist.ProcessGroup | None) -> VocabShard:
-        """The shard of this rank where every rank of `group` holds `num_columns` columns, in rank order."""
+        """Returns the shard of this rank; every rank of `group` holds `num_columns` columns, in rank order."""
         start = 0 if group is None else dist.get_rank(group) * num_columns
         return cls(start, start + num_columns, vocab_size, group)
 
@@ -71,7 +69,7 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), self.num_columns)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local columns of global `ids`, clamped to the shard, and True where this rank holds the id."""
+        """Returns the local columns of global `ids`, clamped to the shard, and True where this rank holds the id."""
         columns = ids - self.start
         own = (columns >= 0) & (columns < self.num_real_columns)
         return columns.clamp(0, self.num_columns - 1), own
@@ -83,7 +81,7 @@ class VocabShard:
         return values
 
     def max_(self, values: Tensor) -> Tensor:
-        """Maximum of `values` over the group in place, and returns it."""
+        """Takes the maximum of `values` over the group in place, and returns it."""
         if self.group is not None and values.numel():
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
