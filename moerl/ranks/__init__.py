@@ -1,1 +1,1 @@
-"""The trainer's ranks: what one of them runs, and where they run."""
+"""The trainer's ranks: the code that a rank runs, and the placements of ranks."""

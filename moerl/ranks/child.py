@@ -1,4 +1,4 @@
-"""The program of a rank's process, its variables and its log, wherever the process is."""
+"""The program of a rank's process, its variables and its log, on any machine. Runs in the controller, and in actors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def rank_variables(config: RunConfig) -> dict[str, str]:
 
 
 def remove_empty_folders(logs: Sequence[Path]) -> None:
-    """Removes the folders of logs if nothing is left in them."""
+    """Removes the folders of logs if they are empty."""
     for folder in {log.parent for log in logs}:
         with contextlib.suppress(OSError):  # another has come, or nothing can be removed
             folder.rmdir()
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
-    """The log of a rank in a run directory."""
+    """Returns the path of a rank's log in a run directory."""
     return run_dir / "logs" / f"rank-{rank}.log"

@@ -1,5 +1,4 @@
-"""The place of a rank: its device, what that can do and what a user should know about it; its node. Runs in every
-trainer rank."""
+"""Checks of a rank's device and node, and notes for the user about the device. Runs in every trainer rank."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def shares_prompts(config: RunConfig) -> bool:
 
 
 def device_notes(config: RunConfig) -> list[str]:
-    """Returns lines about a GPU and what it changes; none on a CPU."""
+    """Returns lines for the user about a GPU and what it changes; none on a CPU."""
     device = platform.device()
     if device.type == "cpu":
         return []

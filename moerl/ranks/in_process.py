@@ -13,10 +13,10 @@ from moerl.trainer import groups
 
 
 class InProcess:
-    """`moerl.ranks.port.Ranks` for one rank. A command that hangs is the process's own: there is no deadline.
+    """`moerl.ranks.port.Ranks` for one rank. A command that hangs blocks the controller: there is no deadline.
 
     Args:
-        watch: told as a microbatch begins how many began before it, and of how many.
+        watch: called when a microbatch begins, with the number of those before it and of all in the pass.
     """
 
     def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:

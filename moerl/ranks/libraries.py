@@ -1,4 +1,4 @@
-"""How the libraries of a run behave: what they print."""
+"""Settings of the libraries of a run: how much they print."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from moerl.tasks.data.task import RowsTask
 def open_trainer(
     config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None
 ) -> Iterator[TrainerGroup]:
-    """The trainer of a run: one rank in this process; several, and one that trains while groups are sampled, as
-    processes of this machine; or all as actors of a Ray cluster. It ends with the context.
+    """Opens the trainer of a run, and closes it after the block. One rank is in this process; several ranks, or one
+    that trains while groups are sampled, are processes of this machine; on Ray all are actors.
 
     Args:
-        watch: told as a microbatch begins how many began before it, and of how many.
-        lock: descriptor of the lock of the run directory, for ranks on this machine to hold, too.
+        watch: called when a microbatch begins, with the number of those before it and of all in the pass.
+        lock: descriptor of the lock of the run directory; ranks on this machine inherit it.
 
     Raises:
         CheckpointError: the checkpoint in flight at the end could not be written.
@@ -42,11 +42,11 @@ def open_trainer(
 
 
 def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, start_seconds: float) -> ServerLauncher:
-    """Returns a server of a run whose trainer is open: on this machine, or on a node of its Ray cluster, in a colocated
-    run on that of the ranks whose devices it shares.
+    """Returns a launcher of a server of a run whose trainer is open: on this machine, or on a node of its Ray cluster;
+    in a colocated run, on the node of the ranks whose devices the server shares.
 
     Args:
-        folder, start_seconds: as of `OwnServer`.
+        folder, start_seconds: as in `OwnServer`.
 
     Raises:
         EngineError: no node has as many ranks as the server has devices.
@@ -62,11 +62,11 @@ def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, sta
 
 
 def engine_process(config: RunConfig, log: Path) -> EngineProcess:
-    """The process of an embedded engine of a run whose trainer is open: on this machine, or on a node of its Ray
-    cluster. `log` is for its output.
+    """Starts the process of an embedded engine of a run whose trainer is open: on this machine, or on a node of its Ray
+    cluster. Its output goes to `log`.
 
     Raises:
-        EngineError: no node of the cluster has room for it.
+        EngineError: no node of the cluster has room for the process.
     """
     if config.launch.on == "ray":
         from moerl.ranks.on_ray.engines import RemoteProcess
@@ -76,7 +76,8 @@ def engine_process(config: RunConfig, log: Path) -> EngineProcess:
 
 
 def place_rewards(config: RunConfig, task: Task) -> None:
-    """Has the functions that a task rewards with on all nodes of the Ray cluster of a run whose trainer is open."""
+    """Places the reward processes of a task on all nodes of the Ray cluster of a run whose trainer is open; without Ray
+    does nothing."""
     if config.launch.on == "ray" and isinstance(task, RowsTask) and task.num_reward_processes:
         from moerl.ranks.on_ray.rewards import RewardHosts
 
@@ -85,12 +86,12 @@ def place_rewards(config: RunConfig, task: Task) -> None:
 
 def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:
     if config.launch.on == "ray":
-        # An extra; and Ray reads its variables as it is imported.
+        # Imported here: Ray is an extra, and reads its variables as it is imported.
         set_ray_variables(config.launch)
         from moerl.ranks.on_ray.actors import Actors
 
         return Actors(config, watch)
-    # While the ranks train, the controller collects what is sampled: in one process either waits for the interpreter.
+    # While the ranks train, the controller collects samples: in one process each would wait for the interpreter.
     if config.parallel.world_size > 1 or config.buffer.max_staleness > 0:
         return Processes(config, watch, lock)
     return InProcess(config, watch)

@@ -1,4 +1,4 @@
-"""The port to a trainer's ranks, wherever they run. Runs in the controller."""
+"""The port to a trainer's ranks, in any placement. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Ranks(Protocol):
         ...
 
     def adopt(self, engine: PolicyEngine | None) -> bool:
-        """Hands the engine of the next `Build` to ranks of this process, which give it buckets themselves.
+        """Gives the engine of the next `Build` to a rank in this process, which hands buckets to it directly.
 
         Returns:
-            False if ranks run elsewhere.
+            False if the ranks run in other processes.
         """
         ...
 
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
-        """Has every rank run a command; the replies in rank order.
+        """Has every rank run a command, and returns the replies in rank order.
 
         Args:
             frames: with `Load`, one for each rank.
 
         Raises:
-            MoerlError: what a rank raised, or it is gone or silent. Ranks that cannot go on are ended.
+            MoerlError: the error that a rank raised, or a rank is gone or silent. Ranks that cannot go on are ended.
         """
         ...
 

@@ -1,8 +1,9 @@
 """A rank in a process of its own: ``python -m moerl.ranks.process SOCKET [LISTENER]``, started as a `Child`.
 
-SOCKET and LISTENER are descriptors: of the connection to whoever started it, and, where ranks meet over the network, of
-the socket at which rank 0 listens for the others.
-Receives a command, runs it, replies with its report or its error; ends when told to, or with the controller.
+SOCKET and LISTENER are descriptors: of the connection to the process that started this one, and, for rank 0 if ranks
+meet over the network, of the socket at which it listens for the others.
+Receives a command, runs it, replies with its report or its error; ends after `Close`, or with the process that started
+it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ def main() -> int:
     belong_to_parent()
     before_torch()
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        # Without a controller there is nobody to tell.
+        # Without a controller nobody reads replies.
         _serve(connection, int(sys.argv[2]) if len(sys.argv) > 2 else None)
     return 0
 
 
 def _serve(connection: socket.socket, listener: int | None) -> None:
-    """Runs commands until the last one, or one after which this rank cannot go on."""
+    """Runs commands, and replies to each, until `Close`. Raises `EOFError` or `BrokenPipeError` if the controller is
+    gone."""
     import msgspec
 
     from moerl.ranks.start import start_worker

@@ -1,8 +1,9 @@
-"""Ranks as child processes on this machine: started, told what to do, watched, and ended. Runs in the controller.
+"""Ranks as child processes on this machine: started, given commands, watched, and ended. Runs in the controller.
 
 Every rank has a socket to the controller: commands and frames go in, replies come back. Its output goes to
-``logs/rank-N.log`` in the run directory. A rank that fails, ends or is silent until the deadline of a command is one
-error here that names it; the others are killed. On Linux ranks also die with the controller, however it dies.
+``logs/rank-N.log`` in the run directory. If a rank fails, ends or is silent until the deadline of a command, the
+controller raises one error that names the rank, and kills the others. On Linux ranks also die with the controller,
+however it dies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, l
 
 
 class _Rank:
-    """One child process, what is to be said to it, and what it said."""
+    """One child process, with messages to send to it and messages that it sent."""
 
     def __init__(self, rank: int, child: Child) -> None:
         self.rank, self.child = rank, child
@@ -45,7 +46,7 @@ class Processes:
     """`moerl.ranks.port.Ranks` as processes of this machine. Called by one thread at a time.
 
     Args:
-        watch: told as a microbatch of rank 0 begins how many began before it, and of how many.
+        watch: called when a microbatch of rank 0 begins, with the number of those before it and of all in the pass.
         lock: descriptor that ranks inherit, so that they hold the lock of the run directory, too; None for none.
     """
 
@@ -101,7 +102,7 @@ class Processes:
 
     def replies(self) -> list[Reply]:
         command, self._told = self._told, ""
-        with undoing(self._end):  # after an interrupt, too: ranks in the midst of a command hear no other
+        with undoing(self._end):  # after an interrupt, too: ranks in the midst of a command read no other
             self._exchange(command)
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         check_replies(replies, command)
@@ -110,7 +111,7 @@ class Processes:
         return replies
 
     def _exchange(self, command: str) -> None:
-        """Sends and receives until every rank has replied; what the replies say is for the caller.
+        """Sends and receives until every rank has replied; the caller reads the replies.
 
         Raises:
             MoerlError: a rank is gone or silent, or failed while others wait for it.
@@ -141,7 +142,7 @@ class Processes:
                 for message in rank.inbox.read(rank.child.socket):
                     self._take(rank, decode_reply(message))
         except (EOFError, ConnectionError):
-            # After the reply to the last command every rank leaves.
+            # After the reply to `Close` every rank ends.
             rank.is_gone = rank.reply is None
             selector.unregister(rank.child.socket)
 
@@ -152,8 +153,8 @@ class Processes:
             self._watch(*reply.progress)
 
     def _failure(self, command: str) -> MoerlError:
-        """The error of a command that not every rank has replied to: the first rank that is gone, failed or is silent
-        names it, in this order."""
+        """Returns the error of a command that not every rank has replied to: of the first rank that is gone, else of
+        the first that failed, else of the first that is silent."""
         for rank in self._ranks:
             if rank.is_gone:
                 how = rank.child.describe_end(GRACE_SECONDS)
@@ -168,7 +169,7 @@ class Processes:
         return lost(silent.rank, command, seen, "a reply within trainer.command_seconds")
 
     def _end(self) -> None:
-        """Kills what still runs, and clears up."""
+        """Kills the ranks that still run, and clears up."""
         self._has_ended = True
         for rank in self._ranks:
             rank.child.kill()

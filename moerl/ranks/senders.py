@@ -4,8 +4,8 @@
     threads of the engine   `Hold` and `Resend`: at the end of an update, for a server that comes late, after an update
                             that was given up
 
-A thread waits for the command of the other one to end. Nobody waits for ranks in the midst of `Publish`: then the
-engine's update is open, and no other thread may ask its senders for anything.
+A thread waits until the other's command has ended. No thread of the engine does so during `Publish`: then the engine's
+update is open, and no other thread may ask its senders for anything.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RanksInTurn:
                 self._turn.release()
 
     def _end_told(self) -> None:
-        """Before another command of the thread that has told one."""
+        """Waits for the replies to a command that this thread sent by `tell`."""
         if self._is_told:
             self.replies()
 
@@ -100,8 +100,8 @@ class RanksInTurn:
 
 
 class RankSenders:
-    """`AllSenders` that are trainer ranks. The controller tells ranks to publish, with `targets`, after the engine's
-    update began, and gives their replies to `published` before the update ends.
+    """`AllSenders` that are trainer ranks. The controller sends `Publish`, with `targets`, after the engine's update
+    began, and gives the replies to `published` before the update ends.
 
     Attributes:
         targets: the servers that the engine's open update is for.
@@ -113,7 +113,7 @@ class RankSenders:
         self._parts: list[Part] = []
 
     def published(self, replies: Sequence[Reply]) -> None:
-        """Takes the replies of all ranks to `Publish`."""
+        """Stores the replies of all ranks to `Publish`, for `take`."""
         self._parts = _parts(replies)
 
     async def begin(self, version: int, targets: Sequence[Target]) -> None:
@@ -129,7 +129,7 @@ class RankSenders:
         return _parts(await asyncio.to_thread(self._ranks.ask_aside, Resend(version, tuple(targets))))
 
     async def close(self) -> None:
-        """Nothing: ranks leave the servers when they end."""
+        """Does nothing: ranks leave the servers when they end."""
 
 
 def _parts(replies: Sequence[Reply]) -> list[Part]:

@@ -18,7 +18,7 @@ from moerl.trainer import groups
 
 
 def start_worker(start: Start, watch: Callable[[int, int], None], listener: int | None = None) -> Worker:
-    """Joins the other ranks. A collective.
+    """Joins the other ranks and returns the worker of this one. A collective.
 
     Args:
         listener: as in `groups.start`.
@@ -44,7 +44,8 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
 
 
 def _gpus_of_servers(config: RunConfig) -> int:
-    """GPUs of this machine that servers of the run take, the last ones; 0 for a rank that sees its own GPU alone."""
+    """Returns the number of GPUs of this machine, the last ones, that servers of the run use; 0 for a rank that sees
+    its own GPU alone."""
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig) or config.launch.on == "ray":
         return 0
@@ -52,7 +53,7 @@ def _gpus_of_servers(config: RunConfig) -> int:
 
 
 def check_gpus(local_ranks: int, servers: int, gpus: int) -> None:
-    """Raises `ConfigError` where ranks, and GPUs of servers, are more than the GPUs of a machine."""
+    """Raises `ConfigError` if ranks, and GPUs of servers, are more than the GPUs of a machine."""
     if local_ranks + servers > gpus:
         raise ConfigError(
             "parallel, rollout.servers: more ranks and servers than GPUs on this machine",

@@ -23,9 +23,10 @@ from moerl.trainer.trainer import RowScores
 def local_rows(
     layout: RankCoordinates, batches: Sequence[Microbatch], scores: Sequence[RowScores]
 ) -> NDArray[np.float32]:
-    """This rank's rows of the table, float32 [R, C], columns `ROW_COLUMNS`: over all ranks, every trained token once.
+    """Returns this rank's rows of the table, float32 [R, C], columns `ROW_COLUMNS`: over all ranks, every trained token
+    once.
 
-    Tensor-parallel ranks hold the same rows; the first of them speaks for all.
+    Tensor-parallel ranks hold the same rows; only the first of them returns rows.
     """
     if not layout.is_last_stage or layout.tensor_rank > 0:
         return np.zeros((0, len(ROW_COLUMNS)), np.float32)
@@ -54,7 +55,8 @@ def local_rows(
 
 
 def with_clipping(before: Sequence[RowScores], after: Sequence[RowScores]) -> list[RowScores]:
-    """Scores from before the first update (same weights as the engine), with what the loss made of them since."""
+    """Returns the scores from before the first update (same weights as the engine), with clipping, weights and KL of
+    the loss of this update."""
     return [
         replace(b, clipped_T=a.clipped_T, weights_T=a.weights_T, kl_T=b.kl_T if a.kl_T is None else a.kl_T)
         for b, a in zip(before, after, strict=True)
@@ -62,13 +64,13 @@ def with_clipping(before: Sequence[RowScores], after: Sequence[RowScores]) -> li
 
 
 def with_advantages(batch: Microbatch, advantages_B: NDArray[np.float32]) -> Microbatch:
-    """The microbatch with these advantages, one for each sample of the minibatch, on its trained rows."""
+    """Returns the microbatch with these advantages, one for each sample of the minibatch, on its trained rows."""
     advantages_T = np.where(batch.loss_mask, advantages_B[batch.sample_index], np.float32(0.0))
     return replace(batch, advantages=advantages_T.astype(np.float32))
 
 
 def as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
-    """int64 [r * l, 6]: a table of `moerl.contract.trainer.WORDS`."""
+    """Returns traced rows as a table with the columns `moerl.contract.trainer.WORDS`: int64 [r * l, 6]."""
     num_rows, num_layers = rows.checksums_rl.shape
     return np.stack(
         [

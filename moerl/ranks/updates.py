@@ -38,10 +38,10 @@ class LedUpdates:
     Args:
         config: of the run.
         ranks: that publish.
-        engine: takes the weights. Closed by its owner.
+        engine: gets the weights. Closed by its owner.
 
     Attributes:
-        receiver: of the engine, for `Build`; None if ranks reach the engine in another way.
+        receiver: address of the engine's receiver, for `Build`; None if ranks reach the engine in another way.
     """
 
     def __init__(self, config: RunConfig, ranks: RanksInTurn, engine: PolicyEngine) -> None:
@@ -51,7 +51,7 @@ class LedUpdates:
         is_here = ranks.adopt(engine)
         self._senders = self._own = None
         self.receiver: ReceiverAddress | None = None
-        # While ranks elsewhere train, such an engine can take what they have sent.
+        # While ranks in other processes train, such an engine can take the sent version into use.
         self._ends_later = isinstance(engine, BesideEngine) and not is_here
         if self._folder is not None:
             return
@@ -77,7 +77,7 @@ class LedUpdates:
         return lambda: self._finish(version, dtypes, taken)
 
     def close(self) -> None:
-        """Ends what this process listens at."""
+        """Closes the receiver of buckets in this process, if there is one."""
         if self._own is not None:
             self._own.close()
 
@@ -87,7 +87,7 @@ class LedUpdates:
             if self._senders is not None:
                 self._senders.published(replies)
             sent = None if dtypes is None else _sent(replies)
-            # As rank 0, a sender, saw it.
+            # Of rank 0, which is a sender.
             metrics = {**replies[0].metrics, "weights/check_seconds": 0.0}
             if self._ends_later:
                 self._thread.submit("end_update", lambda: taken(_problem_of(lambda: self._end(version, sent))))
@@ -106,7 +106,7 @@ class LedUpdates:
             self._engine.verify(sent)
 
     def _take(self, version: int) -> None:
-        """Has the engine take a version into use; from the disk it gets all of it here."""
+        """Has the engine take a version into use. A version on disk is read and handed to the engine first."""
         if self._folder is not None:
             self._engine.begin_update(version)
             for bucket in read_buckets(self._folder, version):
@@ -119,10 +119,10 @@ class LedUpdates:
         return time.perf_counter() - start
 
     def _call[T](self, doing: str, run: Callable[[], T]) -> T:
-        """Makes a call of the engine in the thread for it; waits for the call and returns its result.
+        """Calls the engine in the thread of updates; waits for the call and returns its result.
 
         Raises:
-            WeightSyncError: the call failed, or took longer than a step may.
+            WeightSyncError: the call failed, or took longer than `weights.step_seconds`.
         """
         returned: list[T] = []
         problem = self._thread.wait(self._thread.submit(doing, lambda: returned.append(run())))
@@ -138,10 +138,10 @@ class LedUpdates:
         ) from problem
 
     def _abandon(self) -> None:
-        """Has the engine forget the update, and waits a moment for its answer: it may be gone, or hang.
+        """Has the engine forget the update, and waits a moment for its answer: the engine may be gone, or hang.
 
         Raises:
-            Exception: of the engine.
+            Exception: the error of the engine.
         """
         call = self._thread.submit("abandon_update", self._engine.abandon_update)
         if call.done.wait(_ABANDON_SECONDS) and call.problem is not None:
@@ -149,7 +149,7 @@ class LedUpdates:
 
 
 def _sent(replies: Sequence[Reply]) -> dict[str, int]:
-    """The checksums of all senders."""
+    """Returns the checksums of all senders, by tensor."""
     return {name: value for reply in replies for name, value in reply.checksums.items() if value is not None}
 
 

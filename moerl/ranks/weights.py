@@ -33,7 +33,7 @@ from moerl.weights.plan import PlanOptions, make_plan
 from moerl.weights.publish import Publisher
 
 FOLDER = "weights"
-"""In the run directory: versions on disk."""
+"""Folder in the run directory for versions on disk."""
 
 
 class EngineHere:
@@ -43,16 +43,16 @@ class EngineHere:
         self._engine = engine
 
     def begin_update(self, version: int) -> None:
-        """Nothing: the controller has begun it."""
+        """Does nothing: the controller has begun the engine's update."""
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         self._engine.receive(tensors)
 
     def end_update(self) -> None:
-        """Nothing: the controller ends it."""
+        """Does nothing: the controller ends the engine's update."""
 
     def abandon_update(self) -> None:
-        """Nothing: the controller abandons it."""
+        """Does nothing: the controller abandons the engine's update."""
 
 
 class WeightSync:
@@ -61,11 +61,11 @@ class WeightSync:
     Args:
         config: of the run.
         model: the policy's, of a Hugging Face directory.
-        engine: takes the weights, in this process; None if it is elsewhere.
+        engine: gets the weights, in this process; None if the engine is in another one.
         receiver: of the engine's process, if senders push there.
 
     Attributes:
-        version: that was published last; 0 before the first.
+        version: the last one published; 0 before the first.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WeightSync:
         """Runs one command; with `Publish` a collective, which raises as `Publisher.publish`.
 
         Raises:
-            WeightSyncError: what is kept is not what should be sent, or takes too long.
+            WeightSyncError: the buckets that are kept are not those to send, or a step takes too long.
         """
         servers = self._sink if isinstance(self._sink, ServersSink) else None
         match command:
@@ -113,7 +113,7 @@ class WeightSync:
         return Reply()
 
     def close(self) -> None:
-        """Leaves the engine's servers. One that cannot be told will notice."""
+        """Leaves the engine's servers; ignores errors of servers that cannot be reached."""
         if isinstance(self._sink, ServersSink):
             with contextlib.suppress(WeightSyncError):
                 self._publisher.ask_sink("close", self._sink.close)

@@ -1,7 +1,7 @@
 """One rank of the trainer: runs the commands of a controller, one after the other.
 
-It decides nothing: which pass is made, what is enforced and proved, when weights go out and checkpoints are written are
-the controller's choices. Runs in every trainer rank, in the controller's own process where there is one rank.
+A rank decides nothing: the controller chooses which pass is made, what is enforced and proved, when weights go out and
+checkpoints are written. Runs in every trainer rank, which may be the controller's own process if there is one rank.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
 
 @dataclass(slots=True, eq=False)
 class _Minibatch:
-    """This rank's shares of a minibatch, and what its passes left behind.
+    """This rank's shares of a minibatch, and the results of its passes.
 
     given: as they came. batches: with the routing to keep. totals: of all ranks. proximal: scores before the first
-    update on this batch. traces, recorded: where the trainer's own routing is kept, what the pass that recorded it
-    dispatched per microbatch, and its report.
+    update on this batch. traces, recorded: if the trainer's own routing is kept, the rows that the pass that recorded
+    it dispatched, per microbatch, and the report of this pass.
     """
 
     given: list[Microbatch]
@@ -101,7 +101,7 @@ class Worker:
     Args:
         config: of the run.
         layout: this rank's coordinates; the process groups are there.
-        watch: told as a microbatch begins how many began before it, and of how many.
+        watch: called when a microbatch begins, with the number of those before it and of all in the pass.
 
     Raises:
         ConfigError: the device of this rank cannot do what the configuration asks for.
@@ -122,14 +122,14 @@ class Worker:
         self._staged: StagedState | None = None
 
     def run(self, command: AnyCommand, frame: bytes = b"", engine: PolicyEngine | None = None) -> Reply:
-        """The reply to one command; called on all ranks, in the same order.
+        """Runs one command and returns its reply; called on all ranks, in the same order.
 
         Args:
             frame: that follows `Load`.
-            engine: with `Build`, in the engine's own process: takes the buckets that this rank sends.
+            engine: with `Build`, if the engine is in this process: gets the buckets that this rank sends.
 
         Raises:
-            MoerlError: as the method of this name of `moerl.contract.trainer.Trainer`.
+            MoerlError: as the method of `moerl.contract.trainer.Trainer` with the command's name.
         """
         match command:
             case Build():
@@ -185,7 +185,7 @@ class Worker:
         self._saver.wait()
 
     def _sync(self, command: Publish | Hold | Resend) -> Reply:
-        """With `trainer.sleep` the models rest once published: the engine goes on after the replies of all ranks."""
+        """Syncs weights. With `trainer.sleep` the models rest after `Publish`: the engine goes on after all replies."""
         assert self._weights is not None
         with profiling.named("sync"):
             reply = self._weights.run(command)
@@ -200,7 +200,7 @@ class Worker:
             weights.close()
 
     def _profile(self, step: int) -> None:
-        """On rank 0 alone: those of a layout do the same at the same time."""
+        """Begins or ends a profile, on rank 0 alone: all ranks do the same at the same time."""
         if self._layout.rank == 0:
             if step:
                 self._profiler.begin(step)
@@ -220,7 +220,7 @@ class Worker:
         model = replace(read_model(model_on_this_node(command.model)), spec=command.spec)
         self._leave_receivers()
         self._minibatches, self._reference = [], None
-        # The model before goes first: two of them need not fit.
+        # The previous model is freed first: two models may not fit.
         self._policy = None
         is_rl = command.stage == "rl"
         steps = config.rl.steps * config.rl.minibatches if is_rl else config.sft.steps
@@ -254,7 +254,7 @@ class Worker:
         )
 
     def _write_model(self, folder: Path, like: Path, source: MegatronTrainer | PolicyModel) -> None:
-        """A collective; rank 0 writes, after the checkpoint in flight."""
+        """Writes a Hugging Face directory. A collective; rank 0 writes, after the checkpoint in flight."""
         self._saver.wait()
         if self._layout.rank == 0:
             write_model(folder, like, source.export())
@@ -340,7 +340,7 @@ class Worker:
         )
 
     def _referred(self, minibatch: _Minibatch, *, prove: bool) -> Reference:
-        """The reference's pass over a minibatch."""
+        """Runs the reference's pass over a minibatch."""
         support, mode = self._config.algorithm.reference_kl, self._config.keep_routing.reference_mode
         assert self._reference is not None
         assert support is not None
@@ -384,7 +384,7 @@ class Worker:
     def _proving(
         self, model: MegatronTrainer, batches: list[Microbatch], traces: Sequence[TracedRows] = ()
     ) -> Iterator[None]:
-        """Around a pass: remembers it where its proof fails, for `Trace`."""
+        """Surrounds a pass: if its proof fails, keeps the pass for `Trace`."""
         try:
             yield
         except UnprovedError:

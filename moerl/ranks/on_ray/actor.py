@@ -1,8 +1,8 @@
-"""The actor of one rank: runs on the rank's node, starts the rank as a child process there, and hands on what is said.
+"""The actor of one rank: runs on the rank's node, starts the rank as a child process there, and forwards messages.
 
 The child is the same program as a rank on one machine (`moerl.ranks.process`). A library that crashes or never returns
-takes the child with it, not the actor, which says how it ended; the child dies with the actor, and the actor with its
-node's Ray, however these end.
+takes the child with it, not the actor, which reports how the child ended; the child dies with the actor, and the actor
+with its node's Ray, however these end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankActor:
         self._child: Child | None = None
 
     def facts(self) -> bytes:
-        """`NodeFacts`, as JSON."""
+        """Returns `NodeFacts`, as JSON."""
         context = ray.get_runtime_context()
         address, asks = ray.util.get_node_ip_address(), tokens.is_token_auth_enabled()
         facts = NodeFacts(context.get_node_id(), address, socket.gethostname(), Versions.here(), asks, shown_gpus())
@@ -68,9 +68,9 @@ class RankActor:
         return b""
 
     def run(self, message: bytes, frame: bytes) -> Iterator[bytes]:
-        """The replies to a command; without a last one the process has ended."""
+        """Yields the replies to a command. If the last one is missing, the process has ended."""
         assert self._child is not None
-        # The process is gone; `how_ended` tells how.
+        # An error means that the process is gone; `how_ended` tells how.
         with contextlib.suppress(EOFError, ConnectionError):
             send(self._child.socket, message, frame)
             while True:
@@ -80,11 +80,12 @@ class RankActor:
                     return
 
     def how_ended(self) -> bytes:
-        """How the process ended."""
+        """Returns how the process ended."""
         assert self._child is not None
         return self._child.describe_end(GRACE_SECONDS).encode()
 
     def finish(self) -> bytes:
-        """After the last command: returns when the process has ended, or should have."""
+        """Waits after the last command until the process has ended, for `CLOSING_SECONDS` at most; returns how it
+        ended."""
         assert self._child is not None
         return self._child.describe_end(CLOSING_SECONDS).encode()

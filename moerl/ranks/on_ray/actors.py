@@ -1,8 +1,9 @@
-"""Ranks as actors of a Ray cluster: placed on its nodes, told what to do, watched, and ended. Runs in the controller.
+"""Ranks as actors of a Ray cluster: placed on its nodes, given commands, watched, and ended. Runs in the controller.
 
 Commands and replies are the same byte strings as those of child processes. A frame goes into Ray's object store, and
-each rank's node fetches its own. A rank, an actor or a node that is lost, or a rank that is silent until the deadline
-of a command, is one error here that names it; the others are ended. Actors die with the controller, however it dies.
+each rank's node fetches its own. If a rank, an actor or a node is lost, or a rank is silent until the deadline of a
+command, the controller raises one error that names the rank, and ends the others. Actors die with the controller,
+however it dies.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from moerl.ranks.on_ray.shared import note_ranks
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 START_SECONDS = 300.0
-"""For all actors to start; the first imports come from a file system that others use, too."""
+"""Seconds for all actors to start; the first imports come from a file system that others use, too."""
 NODE_SECONDS = 40.0
-"""For Ray to notice that a node is gone."""
+"""Seconds for Ray to notice that a node is gone."""
 END_SECONDS = 15.0
-"""For processes that were killed to be gone."""
+"""Seconds for processes that were killed to be gone."""
 _POLL_SECONDS = 1.0
-"""Between looks at whether a signal or a deadline has come."""
+"""Seconds between checks for a signal or a deadline."""
 _POLL_END_SECONDS = 0.05
 
 
@@ -46,7 +47,7 @@ class _Rank:
 
     def __init__(self, rank: int, log: Path, options: dict[str, Any]) -> None:
         self.rank, self.log = rank, log
-        # One thing: Ray's decorators are untyped.
+        # `Any`: Ray's decorators are untyped.
         self.actor: Any = ray.remote(RankActor).options(**options).remote()
         self.facts: NodeFacts | None = None
         self.reply: Reply | None = None
@@ -63,7 +64,7 @@ class _Rank:
         self.stream = self.actor.run.options(num_returns="streaming").remote(message, frame)
 
     def take(self, watch: Callable[[int, int], None]) -> None:
-        """The next reply, which has come, or why there is none."""
+        """Takes the next reply, which has arrived, or notes why there is none."""
         try:
             reply = decode_reply(ray.get(next(self.stream)))
         except StopIteration:
@@ -77,7 +78,7 @@ class _Rank:
                 watch(*reply.progress)
 
     def describe_end(self, live_nodes: Callable[[], set[str]]) -> str:
-        """How it ended, and on which node."""
+        """Returns how the rank ended, and on which node."""
         assert self.facts is not None
         node = self.facts.node
         try:
@@ -97,7 +98,7 @@ class Actors:
     """`moerl.ranks.port.Ranks` as actors. Called by one thread at a time.
 
     Args:
-        watch: told as a microbatch of rank 0 begins how many began before it, and of how many.
+        watch: called when a microbatch of rank 0 begins, with the number of those before it and of all in the pass.
     """
 
     def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
@@ -155,7 +156,7 @@ class Actors:
         self.replies()
 
     def _beside(self, rank: _Rank) -> list[_Rank]:
-        """The ranks of a rank's node."""
+        """Returns the ranks on a rank's node, itself included."""
         assert rank.facts is not None
         node_id = rank.facts.node_id
         return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
@@ -174,7 +175,7 @@ class Actors:
     def _call(
         self, method: str, seconds: float, arguments: Sequence[bytes] = (), only: int | None = None
     ) -> list[bytes]:
-        """The answers of the first `only` actors, or of all, to a method that is no command."""
+        """Calls a method that is no command of the first `only` actors, or of all, and returns the answers."""
         asked = self._ranks[:only]
         calls = [
             getattr(rank.actor, method).remote(*arguments[rank.rank : rank.rank + 1 if arguments else 0])
@@ -214,11 +215,11 @@ class Actors:
         return replies
 
     def _ending_ranks(self) -> AbstractContextManager[None]:
-        """Ends the ranks after an error, an interrupt, too: in the midst of a command they hear no other."""
+        """Ends the ranks after an error, an interrupt, too: in the midst of a command they read no other."""
         return undoing(self._end)
 
     def _exchange(self, command: str) -> None:
-        """Receives until every rank has replied; what the replies say is for the caller.
+        """Receives until every rank has replied; the caller reads the replies.
 
         Raises:
             MoerlError: a rank is gone or silent, or failed while others wait for it.
@@ -239,8 +240,8 @@ class Actors:
             raise self._failure(command)
 
     def _failure(self, command: str) -> MoerlError:
-        """The error of a command that not every rank has replied to: the first rank that is gone, failed or is silent
-        names it, in this order."""
+        """Returns the error of a command that not every rank has replied to: of the first rank that is gone, else of
+        the first that failed, else of the first that is silent."""
         for rank in self._ranks:
             if rank.gone:
                 for other in self._ranks:
@@ -262,10 +263,10 @@ class Actors:
         return lost(rank.rank, command, f"{seen}; {describe_output(rank.log)}", expected)
 
     def _end(self) -> None:
-        """Kills what still runs, and clears up."""
+        """Kills the actors that still run, and clears up."""
         self._has_ended = True
         abandon_all()
-        # Not when all has been left before. For an actor that is gone it does nothing.
+        # Skipped if the cluster was left before. Killing an actor that is gone does nothing.
         for rank in self._ranks if ray.is_initialized() else ():
             ray.kill(rank.actor)
         _wait_until_free([log for log in self._logs if log.exists()])
@@ -276,7 +277,7 @@ class Actors:
 
 
 def _check_node(rank: int, facts: NodeFacts) -> None:
-    """Raises `ConfigError` where a node has other versions than this one, or lets in anybody."""
+    """Raises `ConfigError` if a node has other versions than this one, or its Ray needs no token."""
     here = Versions.here()
     if facts.versions != here:
         raise ConfigError(
@@ -295,7 +296,7 @@ def _check_node(rank: int, facts: NodeFacts) -> None:
 
 
 def _wait_until_free(logs: Sequence[Path]) -> list[Path]:
-    """Waits until no process holds these logs; those that are still held after `END_SECONDS`."""
+    """Waits until no process locks these logs; returns those that are still locked after `END_SECONDS`."""
     held, until = list(logs), time.monotonic() + END_SECONDS
     while held and time.monotonic() < until:
         held = [log for log in held if _is_held(log)]

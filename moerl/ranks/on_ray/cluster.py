@@ -1,6 +1,7 @@
-"""The Ray cluster of a run: started on this machine and stopped with the run, or one that runs and stays. Controller.
+"""The Ray cluster of a run: started on this machine and stopped with the run, or one that was started before and stays.
+Runs in the controller.
 
-The cluster on this machine listens on the loopback address alone, lets in nobody without the token that was made for
+A cluster that the run starts listens on the loopback address alone, lets in nobody without the token that was made for
 it, has no dashboard and reports to nobody.
 """
 
@@ -26,9 +27,9 @@ from moerl.processes.spared import sparing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
 REACH_SECONDS = 10.0
-"""For the head of a cluster to accept a connection."""
+"""Seconds for the head of a cluster to accept a connection."""
 PLACE_SECONDS = 60.0
-"""For all ranks to have a place on the nodes."""
+"""Seconds for all ranks to get a place on the nodes."""
 _LONGEST_FOLDER = 24
 """Most characters in the path of the folder for temporary files: Ray adds 75 to this path for its sockets, whose paths
 have at most 107."""
@@ -59,7 +60,7 @@ class Cluster:
             try:
                 if launch.address is not None:
                     _knock(launch.address)
-                # A cluster of this run's own is spared by stop signals to all of the run.
+                # Stop signals to all processes of the run do not reach a cluster that the run starts.
                 with _own_signals(), sparing() if launch.address is None else contextlib.nullcontext():
                     ray.init(log_to_driver=False, logging_level="ERROR", **options)
             except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
@@ -67,8 +68,8 @@ class Cluster:
         forget_token(launch)
 
     def reserve(self, ranks: int) -> list[dict[str, Any]]:
-        """Places for so many ranks, as options of their actors, with ranks of a node next to one another: a GPU for
-        each where the cluster has GPUs.
+        """Reserves places for so many ranks, and returns them as options of their actors, with ranks of a node next to
+        one another: a GPU for each if the cluster has GPUs.
 
         Raises:
             TrainerError: the cluster has no room for them.
@@ -95,12 +96,12 @@ class Cluster:
         return [_options(need, group, bundle) for bundle in order]
 
     def live_nodes(self) -> set[str]:
-        """Ids of the nodes that are part of it now."""
+        """Returns the ids of the nodes that are in the cluster now."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def close(self) -> None:
-        """Leaves the cluster; stops it where it is this run's own. Once more is harmless."""
-        # The cluster may be what was lost.
+        """Leaves the cluster; stops it if this run started it. A second call is harmless."""
+        # The cluster itself may be lost.
         with contextlib.suppress(RayError, ConnectionError):
             for group in self._groups:
                 util.remove_placement_group(group)
@@ -122,7 +123,7 @@ def _cpus_of_engines(config: RunConfig) -> int:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where nobody listens: Ray itself tries for many minutes."""
+    """Raises `OSError` if nobody listens at the address: Ray itself tries for many minutes."""
     parts = urlsplit(f"//{address}")
     socket.create_connection((parts.hostname or "", parts.port or 0), REACH_SECONDS).close()
 
@@ -150,7 +151,7 @@ def _short_folder() -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; it is the run's."""
+    """Restores the run's handler of SIGTERM after the block, in which Ray sets its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""The process of an embedded engine as the child of an actor, on whatever node of the cluster has room for it.
+"""The process of an embedded engine as the child of an actor, on any node of the cluster that has room for it.
 
-The actor hands messages on in both directions; the process ends with it, and the actor with the controller, or its
-node's Ray. Senders of weights reach the process themselves.
+The actor forwards messages in both directions; the process ends with it, and the actor with the controller, or its
+node's Ray. Senders of weights connect to the process directly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, R
 from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
 
 PLACE_SECONDS = 300.0
-"""For an actor to find a node and start."""
+"""Seconds for an actor to find a node and start."""
 _MESSAGES = "messages"
-"""The concurrency group of what the process says; all else of the actor happens in the order in which it was asked."""
+"""Concurrency group of `EngineActor.messages`; all other methods of the actor run in the order of their calls."""
 
 
 class EngineActor:
@@ -41,7 +41,7 @@ class EngineActor:
         return str(ray.util.get_node_ip_address()).encode()
 
     def send(self, message: bytes) -> bytes:
-        """Hands on a message; if the process is gone, that shows in `messages`."""
+        """Forwards a message; if the process is gone, that shows in `messages`."""
         assert self._process is not None
         with contextlib.suppress(OSError):
             self._process.send(message)
@@ -55,12 +55,12 @@ class EngineActor:
                 yield msgspec.msgpack.encode(self._process.receive())
 
     def describe_end(self) -> bytes:
-        """How the process ended."""
+        """Returns how the process ended."""
         assert self._process is not None
         return self._process.describe_end().encode()
 
     def close(self) -> bytes:
-        """Waits for the process, which was told to close, and ends it."""
+        """Waits for the process, which was asked to close, and ends it."""
         if self._process is not None:
             self._process.close()
             self._process.release()
@@ -74,13 +74,13 @@ class RemoteProcess:
         log: in a file system that all nodes see. num_threads: CPUs that the node must have free.
 
     Raises:
-        EngineError: no node has.
+        EngineError: no node has these CPUs.
     """
 
     def __init__(self, log: Path, num_threads: int) -> None:
         self._is_abandoned, self.is_here = False, False
         self._has_ended, self._end_was_seen = threading.Event(), threading.Event()
-        # A node other than the ranks', where there is one with room.
+        # A node other than the ranks', if there is one with room.
         options = {"num_cpus": float(num_threads), "scheduling_strategy": "SPREAD", "max_restarts": 0}
         made = ray.remote(concurrency_groups={_MESSAGES: 1})(EngineActor)
         self._actor: Any = made.options(**options).remote()
@@ -127,19 +127,20 @@ class RemoteProcess:
 
     def close(self) -> None:
         if not self._is_abandoned:
-            # Where it is gone, or hangs, the process goes with it.
+            # If the actor is gone, or hangs, the process goes with it.
             with contextlib.suppress(RayError):
                 ray.get(self._actor.close.remote(), timeout=2 * CLOSING_SECONDS)
             self.abandon()
 
     def abandon(self) -> None:
-        """Ends it at once. Afterwards nothing here waits for Ray: Ray would make a new connection for it."""
+        """Ends the actor and its process at once. Afterwards no thread here waits for Ray: Ray would make a new
+        connection for it."""
         if self._is_abandoned:
             return
         self._is_abandoned = True
         self._has_ended.set()
         ray.kill(self._actor)
-        # Whoever is in `receive` learns of it.
+        # A thread in `receive` has to see the end first.
         self._end_was_seen.wait(CLOSING_SECONDS)
 
     def _check(self) -> None:
@@ -147,4 +148,4 @@ class RemoteProcess:
             raise BrokenPipeError("the process has ended")
 
     def release(self) -> None:
-        """Nothing is shared with the process."""
+        """Does nothing: nothing is shared with the process."""

@@ -1,4 +1,5 @@
-"""Registry of what has actors on a run's Ray cluster besides ranks: ended before the shared connection is given up."""
+"""Registry of owners of actors on a run's Ray cluster, ranks apart: they end their actors before the shared connection
+is given up."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from weakref import WeakSet
 
 
 class Held(Protocol):
-    """Something with actors of its own."""
+    """Owner of actors."""
 
     def abandon(self) -> None:
-        """Ends it at once. Afterwards nothing of it waits for Ray: what waits by then waits for ever."""
+        """Ends its actors at once. Afterwards none of its threads waits for Ray: one that still did would wait for
+        ever."""
         ...
 
 
@@ -19,11 +21,11 @@ _held: WeakSet[Held] = WeakSet()
 
 
 def hold(held: Held) -> None:
-    """Has it abandoned with the connection, unless nobody uses it any more by then."""
+    """Has `abandon_all` abandon an owner, unless it has been garbage-collected by then."""
     _held.add(held)
 
 
 def abandon_all() -> None:
-    """Ends all that is held."""
+    """Abandons all owners of actors."""
     for held in list(_held):
         held.abandon()

@@ -1,4 +1,4 @@
-"""Ray, as far as a run uses it: untyped, whether or not it is installed where types are checked."""
+"""The parts of Ray that a run uses: untyped, so that types can be checked without Ray."""
 
 from __future__ import annotations
 

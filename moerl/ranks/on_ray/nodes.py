@@ -1,7 +1,8 @@
-"""Waits until all nodes of a Ray cluster have come together: ``python -m moerl.ranks.on_ray.nodes ADDRESS N``.
+"""Program that waits until all nodes of a Ray cluster have come together: ``python -m moerl.ranks.on_ray.nodes ADDRESS
+N``.
 
-For scripts that start a cluster (`moerl launch slurm`). Prints what it sees and ends with status 0, or 1 after five
-minutes. Its environment has the cluster's token.
+For scripts that start a cluster (`moerl launch slurm`). Prints the number of nodes and ends with status 0, or 1 after
+five minutes. Its environment has the cluster's token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _POLL_SECONDS = 1.0
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m moerl.ranks.on_ray.nodes", allow_abbrev=False)
     parser.add_argument("address")
     parser.add_argument("nodes", type=int)

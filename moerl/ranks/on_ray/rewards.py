@@ -1,4 +1,4 @@
-"""Reward processes on the nodes of the cluster: each node has one actor, which holds the processes that are there.
+"""Reward processes on the nodes of the cluster: each node has one actor, which is the parent of its processes.
 
 Requests and replies are those of `moerl.tasks.rewards.worker`, and `moerl.tasks.rewards.child` runs on the node: a
 function that hangs, crashes or takes too much memory is ended there. Functions work in the controller's directory.
@@ -25,11 +25,11 @@ from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChi
 from moerl.telemetry.terminal import ShownLines
 
 _PRINTED_BYTES = 1 << 20
-"""Most of what a function prints in one call that is brought to the controller."""
+"""Bytes, at most, of a function's output in one call that are sent to the controller."""
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
-    """Answer to a request: the reply as JSON, or how the process was lost; and what was printed meanwhile."""
+    """Answer to a request: the reply as JSON, or how the process was lost; and the output meanwhile."""
 
     printed: bytes
     reply: bytes = b""
@@ -40,7 +40,7 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Kept(ShownLines):
-    """Keeps what is printed for the controller to show."""
+    """Output that is kept for the controller to show."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -55,20 +55,21 @@ class _Kept(ShownLines):
 
 
 class RewardHost:
-    """The reward processes of a node. Several methods run at a time; those of one process come one by one but `end`."""
+    """The reward processes of a node. Several methods run at a time; those of one process come one by one, except
+    `end`."""
 
     def __init__(self) -> None:
         die_with(os.getppid())
         self._children: dict[int, tuple[RewardChild, _Kept]] = {}
 
     def open(self, number: int, memory_bytes: int, folder: bytes) -> bytes:
-        """Starts a process."""
+        """Starts the process `number`, which works in `folder`."""
         kept = _Kept()
         self._children[number] = RewardChild(memory_bytes, kept, Path(folder.decode())), kept
         return b""
 
     def ask(self, number: int, message: bytes, timeout_seconds: float, max_reply_bytes: int) -> bytes:
-        """`_Said`, in MessagePack."""
+        """Has a process answer a request; returns `_Said`, in MessagePack."""
         child, kept = self._children[number]
         try:
             reply = child.ask(json.loads(message), timeout_seconds, max_reply_bytes=max_reply_bytes)
@@ -94,10 +95,10 @@ class RewardHost:
 
 
 class RewardHosts:
-    """Starts reward processes, in turns on all nodes of the cluster that are alive.
+    """Starter of reward processes, in turns on all nodes of the cluster that are alive.
 
     Args:
-        num_processes: most that there will be.
+        num_processes: processes at a time, at most.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -109,7 +110,7 @@ class RewardHosts:
         hold(self)
 
     def child(self, memory_bytes: int, shown: ShownLines) -> RemoteChild:
-        """A process on the next node. `ChildLostError` where that is lost right then."""
+        """Starts a process on the next node. Raises `ChildLostError` if that node is lost right then."""
         number = next(self._numbers)
         node_id, address, host = self._next(number)
         child = RemoteChild(host, number, address, shown, lambda: self._lost.add(node_id))
@@ -117,7 +118,7 @@ class RewardHosts:
         return child
 
     def abandon(self) -> None:
-        """Ends all processes at once. Afterwards nothing here waits for Ray."""
+        """Ends all processes at once. Afterwards no thread here waits for Ray."""
         with self._lock:
             self._is_closed = True
             for host in self._hosts.values() if ray.is_initialized() else ():
@@ -125,7 +126,7 @@ class RewardHosts:
             self._hosts.clear()
 
     def _next(self, number: int) -> tuple[str, str, Any]:
-        """The id and address of a node that is alive, and its host."""
+        """Returns the id and address of a node that is alive, and its `RewardHost`."""
         with self._lock:
             if self._is_closed:
                 raise EngineError("the hosts of rewards are closed", remedy="start the run again")
@@ -135,7 +136,7 @@ class RewardHosts:
                 del self._hosts[gone]
             node_id = sorted(alive)[number % len(alive)]
             if node_id not in self._hosts:
-                # Rewards are asked for beside other work: they take no CPU from what needs one.
+                # No CPUs are reserved: reward processes run next to ranks and engines, which need theirs.
                 options = {"num_cpus": 0.0, "max_restarts": 0, "max_task_retries": 0}
                 options |= {"scheduling_strategy": OnNode(node_id, soft=False), "max_concurrency": self._num_threads}
                 self._hosts[node_id] = ray.remote(RewardHost).options(**options).remote()
@@ -146,8 +147,8 @@ class RemoteChild:
     """A `ChildProcess` on a node of the cluster. It works in this process's directory, which that node sees, too.
 
     Args:
-        host, number: of the process there. node: its address, for messages.
-        on_loss: told where the node is lost.
+        host, number: actor of the node, and number of the process there. node: address of the node, for messages.
+        on_loss: called if the node is lost.
     """
 
     def __init__(self, host: Any, number: int, node: str, shown: ShownLines, on_loss: Callable[[], None]) -> None:
@@ -155,7 +156,7 @@ class RemoteChild:
         self._is_gone = False
 
     def open(self, memory_bytes: int) -> None:
-        """Starts it."""
+        """Starts the process."""
         self._call(self._host.open.remote(self._number, memory_bytes, os.getcwd().encode()))
 
     def ask(

@@ -3,8 +3,8 @@
 A server that shares the devices of ranks (`moerl.ranks.on_ray.shared`) is on their node, also when it is replaced. Ray
 counts these devices once, for the ranks.
 
-The actor is the parent of the server's process, which ends with it; the actor ends with the controller, or its node's
-Ray. Keys and address come to the controller in the server's file in the run directory, not through Ray.
+The actor is the parent of the server's process, which ends with the actor; the actor ends with the controller, or its
+node's Ray. Keys and address reach the controller in the server's file in the run directory, not through Ray.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions
 
 PLACE_SECONDS = 300.0
-"""For an actor to find a node and start; a node that was lost may come back."""
+"""Seconds for an actor to find a node and start; a node that was lost may come back."""
 STOP_SECONDS = 30.0
 
 
@@ -42,7 +42,7 @@ class ServerActor:
         self._server: OwnServer | None = None
 
     def node(self) -> bytes:
-        """The address of the actor's node."""
+        """Returns the address of the actor's node."""
         return str(ray.util.get_node_ip_address()).encode()
 
     def open(self, options: bytes, folder: bytes, start_seconds: float, gpus: str) -> bytes:
@@ -50,12 +50,12 @@ class ServerActor:
 
         Args:
             options: JSON.
-            gpus: to be shown to the server; empty leaves it those that Ray has given the actor.
+            gpus: that the server sees; empty leaves it those that Ray has given the actor.
         """
         told = msgspec.json.decode(options, type=ServerOptions, dec_hook=lambda kind, text: kind(text))
         here = replace(told, host=ray.util.get_node_ip_address())
         if told.device != "cpu":
-            # This process sees no others than the server's.
+            # This process sees no GPUs but the server's.
             here = replace(here, first_device=0)
         if gpus:
             show_gpus(gpus)
@@ -74,12 +74,12 @@ class ServerActor:
 
 
 class RemoteServer:
-    """A `ServerLauncher`: a server on whatever node of the cluster has room, or on that of some ranks.
+    """A `ServerLauncher`: a server on any node of the cluster that has room, or on that of some ranks.
 
     Args:
-        options: as of `OwnServer`; the host is that of the node. folder: in a file system that all nodes see.
+        options: as in `OwnServer`; the host is that of the node. folder: in a file system that all nodes see.
         start_seconds: longest start-up.
-        ranks: whose devices the server has, too; empty for devices of its own.
+        ranks: whose devices the server shares; empty for devices of its own.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class RemoteServer:
             self._end(wait=True)
 
     def abandon(self) -> None:
-        """Does the same as `close` without waiting for the server. Afterwards nothing here waits for Ray."""
+        """Does the same as `close` without waiting for the server. Afterwards no thread here waits for Ray."""
         with self._lock:
             self._is_closed = True
             self._end(wait=False)
-        # An `open` under way learns of it.
+        # An `open` under way has to end first.
         if self._opening.acquire(timeout=STOP_SECONDS):
             self._opening.release()
 
@@ -147,7 +147,7 @@ class RemoteServer:
         if actor is None or not ray.is_initialized():
             return
         if wait:
-            # Where it is gone, or hangs in a start, its server goes with it.
+            # If the actor is gone, or hangs in a start, its server goes with it.
             with contextlib.suppress(RayError):
                 ray.get(actor.close.remote(), timeout=STOP_SECONDS)
         ray.kill(actor)

@@ -1,6 +1,6 @@
 """The ranks of a run, for servers that share their devices (`rollout.placement=colocated`). Runs in the controller.
 
-A server is on one node. It takes the devices of `rollout.tensor` ranks that are neighbours there, whichever nodes Ray
+A server is on one node. It uses the devices of `rollout.tensor` ranks that are neighbours there, whichever nodes Ray
 has found for the ranks. Imports no Ray.
 """
 
@@ -17,7 +17,7 @@ _ranks: list[NodeFacts] = []
 
 
 def note_ranks(ranks: Sequence[NodeFacts]) -> None:
-    """Notes where the ranks of the run of this process are, in rank order."""
+    """Stores the nodes of the ranks of the run of this process, in rank order."""
     _ranks[:] = ranks
 
 
