@@ -117,7 +117,7 @@ class RewardedBatch:
 
 
 class Algorithm(PolicyObjective, Protocol):
-    """Turns rewards into advantages, and log-probs into a loss."""
+    """Algorithm that turns rewards into advantages, and log-probs into a loss."""
 
     @property
     def kl_in_reward(self) -> bool:

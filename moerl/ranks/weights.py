@@ -56,7 +56,7 @@ class EngineHere:
 
 
 class WeightSync:
-    """Publishes versions of one policy as `weights` of the configuration says. Built on all ranks together.
+    """Publisher of versions of one policy, by the section `weights` of the configuration. Built on all ranks together.
 
     Args:
         config: of the run.

@@ -3,7 +3,7 @@ rows that others share.
 
 Megatron's own local core attention rejects packed sequences, and its unfused rotary embedding loops over them in
 Python. A sequence may go on from the rows of an earlier one, its prefix: it then attends to these rows too, and its
-positions go on from theirs (`moerl.batching.prefixes`). Which rows belong together is worked out once per microbatch.
+positions go on from theirs (`moerl.batching.prefixes`). The rows of each sequence are found once per microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Padded:
     """Rows of n packed sequences of similar length as one padded batch.
 
     rows: int64 [n * longest], rows of the packed tensor; padding repeats the last of its sequence, which is finite and
-    whose result nobody reads. real: int64 [m], which of them are no padding.
+    whose result nobody reads. real: int64 [m], places in `rows` that are no padding.
     """
 
     rows: Tensor
@@ -35,18 +35,18 @@ class _Padded:
     num_sequences: int
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[T, H, D] -> [n, H, longest, D]."""
+        """Pads rows: [T, H, D] -> [n, H, longest, D]."""
         return packed.index_select(0, self.rows).view(self.num_sequences, -1, *packed.shape[1:]).transpose(1, 2)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[n, H, longest, D] -> [m, H, D], sequence by sequence."""
+        """Removes padding: [n, H, longest, D] -> [m, H, D], sequence by sequence."""
         return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences of similar length, attended to in one call. positions: int64 [n, 1, longest query, 1] of the queries
-    among the keys of their sequence; None where queries are all the keys. members: int64 [n], which sequences."""
+    among the keys of their sequence; None if queries are all the keys. members: int64 [n], numbers of the sequences."""
 
     members: NDArray[np.int64]
     queries: _Padded
@@ -54,7 +54,8 @@ class _Group:
     positions: Tensor | None
 
     def mask(self) -> Tensor | None:
-        """bool [n, 1, longest query, longest key]: True where a query sees a key; None where causal says it all."""
+        """Returns bool [n, 1, longest query, longest key]: True where a query sees a key. None if a causal mask does
+        the same."""
         if self.positions is None:
             return None
         return torch.arange(len(self.keys.rows) // self.keys.num_sequences) <= self.positions
@@ -62,20 +63,19 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Places of this context-parallel rank's rows in the packed sequences of a microbatch.
-
-    positions: int64 [t], in their sequences. groups: all sequences. order: int64 [t], where each row's result is among
-    those of the groups. turns: cosines and sines of RoPE at these positions, float32 [t, 1, D] each, by the angles that
-    Megatron hands down.
-    """
+    """Places of this context-parallel rank's rows in the packed sequences of a microbatch."""
 
     positions: Tensor
+    """int64 [t]; positions of the rows in their sequences."""
     groups: tuple[_Group, ...]
+    """All sequences."""
     order: Tensor
+    """int64 [t]; place of each row's result among those of the groups."""
     turns: Any = field(default_factory=WeakTensorKeyDictionary)
+    """Cosines and sines of RoPE at `positions`, float32 [t, 1, D] each, by the angles that Megatron hands down."""
 
     def turn(self, t: Tensor, angles: Tensor) -> Tensor:
-        """RoPE of [t, H, D] at the positions of the rows; angles: [longest, 1, 1, D]."""
+        """Returns RoPE of [t, H, D] at the positions of the rows; angles: [longest, 1, 1, D]."""
         if angles not in self.turns:
             at = angles[self.positions].squeeze(1)
             self.turns[angles] = at.cos(), at.sin()
@@ -110,7 +110,7 @@ _INTERLEAVED = ("rotary_interleaved", "mla_rotary_interleaved")
 """Options of Megatron's RoPE whose pairs are no halves."""
 
 _packed: Any = WeakTensorKeyDictionary()
-"""`PackedRows` by the `cu_seqlens` that Megatron hands down, which is all that its rotary embedding gets to know."""
+"""`PackedRows` by the `cu_seqlens` that Megatron hands down; its rotary embedding gets nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class SeenRows:
 def seen_rows(
     cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.int32] | None, *, size: int, rank: int
 ) -> SeenRows:
-    """Returns what attention reads, as `describe` lays it out; arguments as there."""
+    """Returns the rows that attention reads. Arguments as in `describe`, but `cu_seqlens` is an array."""
     if prefix_of is None:
         lengths = np.diff(cu_seqlens).astype(np.int64)
         rows = np.arange(int(cu_seqlens[-1]))
@@ -146,18 +146,18 @@ def seen_rows(
 
 
 def describe(cu_seqlens: Tensor, prefix_of: NDArray[np.int32] | None, *, size: int, rank: int) -> None:
-    """Says what the sequences of a microbatch are, before its forward pass.
+    """Registers the sequences of a microbatch, before its forward pass.
 
     Args:
-        cu_seqlens: the tensor that goes into `PackedSeqParams`; a copy of it is not known.
+        cu_seqlens: the tensor that goes into `PackedSeqParams`; a copy of it is not found.
         prefix_of: as in `Microbatch`. size, rank: of context parallelism.
     """
     _packed[cu_seqlens] = PackedRows.of(cu_seqlens.numpy(), prefix_of, size, rank)
 
 
 def _similar(lengths: NDArray[np.int64], before: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Indices of sequences of similar length, with and without what comes before: each up to the same power of two, so
-    that padding at most doubles the work."""
+    """Returns indices of sequences of similar length, with and without their prefix: each up to the same power of two,
+    so that padding at most doubles the work."""
     buckets = np.ceil(np.log2(np.stack([np.maximum(lengths, 1), lengths + before], 1).clip(1))).astype(np.int64)
     kinds = np.unique(buckets[lengths > 0], axis=0)
     return [np.flatnonzero((buckets == kind).all(1) & (lengths > 0)) for kind in kinds]
@@ -194,7 +194,7 @@ class PackedAttention(nn.Module):
         self.context_group = pg_collection.cp
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """query [t, H, D], key and value [t, Hkv, D] -> [t, H * D]; t rows of this rank."""
+        """Attends: query [t, H, D], key and value [t, Hkv, D] -> [t, H * D]; t rows of this rank."""
         cu_seqlens = kwargs["packed_seq_params"].cu_seqlens_q
         packed = _packed[cu_seqlens]
         if self.context_group.size() > 1:
@@ -216,7 +216,7 @@ class PackedAttention(nn.Module):
 
 
 def _gather_context(local: Tensor, cu_seqlens: Tensor, group: Any) -> Tensor:
-    """[t, ...] of every context-parallel rank -> [T, ...] in the order of the sequences; differentiable."""
+    """Gathers [t, ...] of every context-parallel rank as [T, ...] in the order of the sequences; differentiable."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     gathered = gather_from_sequence_parallel_region(local.contiguous(), group=group)

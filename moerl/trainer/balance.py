@@ -1,9 +1,9 @@
-"""Load balancing of experts in RL: what the load-balancing loss and the bias of experts count, and when they change.
+"""Load balancing of experts in RL: the load-balancing loss, and the bias of experts.
 
-Runs in every trainer rank. Both count the routing that was really dispatched (recorded routes where they are enforced,
-the router's own elsewhere) and no pad row. Megatron-Core 0.19.2 has its loss count the router's natural choice, its
-counters of the bias combine a map [T, E] with a pad mask [T] that does not broadcast over it, and its update of the
-bias comes before it is known whether the optimizer will skip the step.
+Runs in every trainer rank. Both count the routing that was dispatched (recorded routes on rows for which they are
+enforced, the router's own on others) and no pad row. Megatron-Core 0.19.2 has its loss count the router's natural
+choice, its counters of the bias combine a map [T, E] with a pad mask [T] that does not broadcast over it, and its
+update of the bias comes before it is known whether the optimizer will skip the step.
 
 Switch loss (Fedus, Zoph and Shazeer, JMLR 2022), per MoE layer and microbatch of T rows and E experts:
 
@@ -29,7 +29,7 @@ EXPERT_BIAS_RATE = 1e-3
 
 
 def routers_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """The routers of this rank's model chunks, in the order of their layers."""
+    """Returns the routers of this rank's model chunks, in the order of their layers."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     return [layer.router for chunk in modules for layer in chunk.modules() if isinstance(layer, MoELayer)]
@@ -46,7 +46,7 @@ def install(modules: Sequence[nn.Module]) -> None:
 
 
 def _routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Megatron's top-k routing, with a load-balancing loss over the rows that are dispatched.
+    """Does Megatron's top-k routing, with a load-balancing loss over the rows that are dispatched.
 
     Args:
         logits: [t, 1, E]. padding_mask: bool [t, 1], True for pad rows.
@@ -107,9 +107,9 @@ def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor, rat
 
 @contextlib.contextmanager
 def float32_expert_bias(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Around `Float16Module`, which casts buffers: keeps every bias in float32, bit for bit.
+    """Keeps every bias in float32, bit for bit, around `Float16Module`, which casts buffers.
 
-    Megatron casts it back at the next forward pass, when it has been rounded already.
+    Megatron casts a bias back at the next forward pass, when it has been rounded already.
     """
     routers = [router for router in routers_of(modules) if router.expert_bias is not None]
     kept = [router.expert_bias.clone() for router in routers]

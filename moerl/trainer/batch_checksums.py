@@ -1,4 +1,5 @@
-"""The trainer's side of the checksums of `moerl.contract.batch_checksums`: what attention reads, what is scored within.
+"""The trainer's side of the checksums of `moerl.contract.batch_checksums`: over the tokens that attention reads, and
+over the kept sets that tokens are scored in.
 
 Runs in every trainer rank. Ranks add up their rows and compare the sums with those of the trajectories, before the
 update.
@@ -25,7 +26,7 @@ from moerl.trainer.routing_checksums import row_keys
 
 
 def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
-    """Returns what this rank's rows add to the context checksum, each once per sequence that reads it: int64 scalar.
+    """Returns this rank's part of the context checksum, each row once per sequence that reads it: int64 scalar.
 
     Args:
         batch: this rank's share.
@@ -45,7 +46,7 @@ def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
 
 
 def kept_sum(kept: KeptRows, batch: Microbatch, layout: RankCoordinates) -> Tensor:
-    """Returns what the sets that this rank scores in add to the checksum of kept sets: int64 scalar.
+    """Returns the part of the checksum of kept sets from those that this rank scores in: int64 scalar.
 
     Args:
         kept: as the scoring kernel gets them, of `batch`, this rank's share.
@@ -56,7 +57,7 @@ def kept_sum(kept: KeptRows, batch: Microbatch, layout: RankCoordinates) -> Tens
 
 
 def sums(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layout: RankCoordinates) -> Tensor:
-    """Returns what this rank adds to the checksum of contexts and to that of kept sets, by microbatch: int64 [2, M], on
+    """Returns this rank's parts of the checksum of contexts and of that of kept sets, by microbatch: int64 [2, M], on
     the device.
 
     Args:
@@ -78,11 +79,12 @@ def first_problem(
     *,
     in_sets: bool,
 ) -> UnprovedError | None:
-    """Returns the first sum that is not that of the trajectories, or that is missing.
+    """Returns the error of the first sum that is not that of the trajectories, or that is missing; None if there is
+    none.
 
     Args:
-        sums_2M: added up over the ranks that share the rows, on the CPU. in_sets: this rank scores, and in kept sets
-            alone. Other arguments as in `sums`.
+        sums_2M: added up over the ranks that share the rows, on the CPU. in_sets: True if this rank scores, and in kept
+            sets alone. Other arguments as in `sums`.
     """
     found_2M = sums_2M.numpy().view(np.uint64)
     for microbatch, batch in enumerate(batches):

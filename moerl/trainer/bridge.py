@@ -1,4 +1,4 @@
-"""Importing Megatron-Bridge with and without Transformer Engine, quietly. Runs in every trainer rank."""
+"""Import of Megatron-Bridge with and without Transformer Engine, quietly. Runs in every trainer rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _StubModule(types.ModuleType):
 
 @contextlib.contextmanager
 def _transformer_engine_stub() -> Iterator[None]:
-    """A stub that exists only while bridge modules are imported (they import it unconditionally)."""
+    """Stands in for Transformer Engine while bridge modules are imported (they import it unconditionally)."""
     if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine"):
         yield
         return
@@ -56,7 +56,7 @@ def _transformer_engine_stub() -> Iterator[None]:
 
 
 def import_bridge() -> Any:
-    """The `megatron.bridge.AutoBridge` class, importable with and without Transformer Engine.
+    """Imports and returns the class `megatron.bridge.AutoBridge`, with or without Transformer Engine.
 
     Raises:
         ConfigError: Megatron-Bridge is not installed.
@@ -79,9 +79,8 @@ def import_bridge() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what Megatron and the bridge print and log while they start (missing fusions, progress) off the screen.
-
-    Errors are raised, not logged, by both, and pass through.
+    """Keeps the output and the log of Megatron and the bridge while they start (missing fusions, progress) off the
+    screen. Both raise errors, and do not log them: errors pass through.
     """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

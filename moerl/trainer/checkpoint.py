@@ -1,9 +1,9 @@
 """Checkpoint directories: written under a temporary name, hashed, renamed, and checked before use.
 
 A checkpoint exists when its directory has its final name and a manifest whose hashes match every file. The newest
-valid one is used; a corrupt newer one is named loudly and left where it is. What has another name than ours in the
-same folder is somebody else's: it is neither read nor removed. Standard library only: what goes into a checkpoint is
-the business of those who write the files, in as many processes as they like. The store itself is the main rank's.
+valid one is used; corrupt newer ones are reported and left in place. Files and folders with other names than ours in
+the same folder are neither read nor removed. Standard library only: the files of a checkpoint are written by other
+modules, in any number of processes. Only the main rank, rank 0, commits and removes checkpoints.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 26
-"""Far above the manifest of ten thousand ranks."""
+"""Bytes; far above the manifest of ten thousand ranks."""
 HASHING_THREADS = 8
-"""Files that are read side by side; hashing lets other threads run."""
+"""Files that are read at a time; hashing lets other threads run."""
 
 Facts = dict[str, dict[str, Any]]
 """Sizes (`bytes`) and hashes (`blake2b`) of files, by their path inside the checkpoint."""
@@ -39,21 +39,21 @@ _PARTIAL = re.compile(r"\.(.+)\.partial", re.ASCII)
 
 
 class CheckpointName(NamedTuple):
-    """Name of a checkpoint's directory; names sort in the order of writing.
-
-    order: of the stage in a run, from 0. step: steps that the stage has made.
-    """
+    """Name of a checkpoint's directory; names sort in the order of writing."""
 
     order: int
+    """Number of the stage in its run, from 0."""
     stage: str
+    """Name of the stage, lower-case letters."""
     step: int
+    """Steps that the stage has made."""
 
     def __str__(self) -> str:
         return f"{self.order}-{self.stage}-{self.step:06d}"
 
 
 def parse_name(text: str) -> CheckpointName | None:
-    """The name of a checkpoint; None where `text` is none that a run would write."""
+    """Returns the name of a checkpoint; None if `text` is none that a run would write."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -62,7 +62,7 @@ def parse_name(text: str) -> CheckpointName | None:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """The checkpoints in a folder, valid or not, in the order of writing; what has another name is left out."""
+    """Returns the checkpoints in a folder, valid or not, in the order of writing; other names are left out."""
     if not folder.is_dir():
         return []
     return [str(name) for name in sorted(filter(None, (parse_name(path.name) for path in folder.iterdir())))]
@@ -70,20 +70,23 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A valid checkpoint. state: what the loop stored in the manifest. skipped: newer ones that were corrupt."""
+    """A valid checkpoint."""
 
     path: Path
+    """Its directory."""
     state: dict[str, Any]
+    """State that the loop stored in the manifest."""
     skipped: tuple[str, ...] = ()
+    """Newer checkpoints that cannot be used, each with the reason, newest first."""
 
 
 class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: holds one directory per checkpoint, named as `CheckpointName` says.
-        keep: how many to keep, at least 1.
-        find_state_problem: says what is wrong with a stored state, None where it can be used.
+        folder: has one directory per checkpoint, named by `CheckpointName`.
+        keep: checkpoints to keep, at least 1.
+        find_state_problem: returns what is wrong with a stored state, None if it can be used.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class CheckpointStore:
         self._corrupt: set[str] = set()
 
     def begin(self, name: str) -> Path:
-        """An empty directory to write into; leftovers of interrupted attempts are removed."""
+        """Makes an empty directory to write into, and removes leftovers of interrupted attempts."""
         for leftover in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             match = _PARTIAL.fullmatch(leftover.name)
             if match is not None and parse_name(match[1]) is not None:
@@ -114,10 +117,10 @@ class CheckpointStore:
         Checkpoints that `latest` found to be corrupt do not count as kept ones.
 
         Args:
-            files: what `describe` said of every file, by those who wrote them.
+            files: results of `describe` of all files, from the ranks that wrote them.
 
         Raises:
-            CheckpointError: a file is there that nobody described, or the other way round.
+            CheckpointError: a file is there that no rank described, or the other way round.
         """
         temporary, final = self.partial(name), self.folder / name
         there = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
@@ -142,22 +145,23 @@ class CheckpointStore:
 
     @property
     def _last_written(self) -> Path:
-        """Beside the folder: who loses that one can still tell that there were checkpoints."""
+        """Path of a file next to the folder, so that a run that lost the folder can tell that it had checkpoints."""
         return self.folder.with_name("last_checkpoint.txt")
 
     def last_written(self) -> str | None:
-        """The name of the newest checkpoint that was ever written, whether it is still there or not."""
+        """Returns the name of the newest checkpoint that was ever written, even if it is gone; None if there was
+        none."""
         if not self._last_written.is_file():
             return None
-        # Whatever stands there, the run had a checkpoint: bytes that are no text must not hide that.
+        # Any content means that the run had a checkpoint: bytes that are no text must not hide that.
         return read_file(self._last_written).decode(errors="backslashreplace").strip()
 
     def abandon(self, name: str) -> None:
-        """Removes what was written of a checkpoint that will not be committed."""
+        """Removes the files of a checkpoint that will not be committed."""
         shutil.rmtree(self.partial(name), ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
-        """The newest valid checkpoint; None where none was ever written.
+        """Returns the newest valid checkpoint; None if there is no checkpoint.
 
         Raises:
             CheckpointError: checkpoints exist and none of them is valid.
@@ -183,11 +187,11 @@ class CheckpointStore:
 
     @property
     def corrupt(self) -> list[str]:
-        """Checkpoints that `latest` found to be corrupt, or was told are."""
+        """Names of checkpoints that `latest` found, or `disregard` was given, as corrupt; sorted."""
         return sorted(self._corrupt)
 
     def disregard(self, names: Iterable[str]) -> None:
-        """These are corrupt, as another store of the same folder found: they do not count as kept ones."""
+        """Marks checkpoints as corrupt, as another store of the same folder found: they do not count as kept ones."""
         self._corrupt |= set(names)
 
     def names(self) -> list[str]:
@@ -217,11 +221,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class _DamageError(Exception):
-    """Something in a checkpoint is not what was written."""
+    """Error of a manifest that is not as it was written."""
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest that matches its own hash and has this format, a state and a list of files."""
+    """Returns the content of a manifest that matches its own hash and has this format, a state and a list of files.
+    Raises `_DamageError` for any other."""
     file = path / MANIFEST
     if not file.is_file():
         raise _DamageError(f"{MANIFEST} is not a file" if file.exists() else "no manifest")
@@ -243,7 +248,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _listed_files(manifest: Mapping[str, Any]) -> Facts:
-    """The files of a manifest with the size and hash of each; none outside of the checkpoint."""
+    """Returns the files of a manifest with the size and hash of each. Raises `_DamageError` for one outside of the
+    checkpoint."""
     for name, facts in manifest["files"].items():
         parts = PurePosixPath(name).parts
         is_inside = parts and not name.startswith("/") and ".." not in parts and "\0" not in name
@@ -270,7 +276,8 @@ def _find_file_problem(path: Path, files: Facts) -> str | None:
 
 
 def describe(folder: Path, files: Iterable[Path]) -> Facts:
-    """Syncs files of a checkpoint and hashes them. Called by those who wrote them, so that nobody reads them all."""
+    """Syncs files of a checkpoint, and returns their sizes and hashes. Each rank calls it for the files that it wrote,
+    so that no rank reads them all."""
     facts = {}
     for path in files:
         sync(path)
@@ -279,6 +286,6 @@ def describe(folder: Path, files: Iterable[Path]) -> Facts:
 
 
 def _hash_of(content: dict[str, Any]) -> str:
-    """Hash of a mapping as it reads back from JSON."""
+    """Returns the hash of a mapping as it reads back from JSON."""
     canonical = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.blake2b(canonical.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The index of a checkpoint's tensors (`.metadata` of torch.distributed.checkpoint), made from what each rank wrote.
+"""The index of a checkpoint's tensors (`.metadata` of torch.distributed.checkpoint), made from the shards of each rank.
 
-torch makes it from pickled plans that the ranks send one another. Here a rank plans and writes alone, and tells the
-first one with plain data where each of its shards lies. Runs in every trainer rank, in any thread.
+torch makes the index from pickled plans that the ranks send one another. Here a rank plans and writes alone, and sends
+the place of each of its shards as plain data to the first rank. Runs in every trainer rank, in any thread.
 """
 
 from __future__ import annotations
@@ -32,26 +32,35 @@ from moerl.errors import CheckpointError
 
 
 class Box(msgspec.Struct, array_like=True, frozen=True):
-    """Part of a tensor that a shard has. shape: of the whole tensor. dtype: its name in torch."""
+    """Part of a tensor that a shard has."""
 
     offsets: tuple[int, ...]
+    """First element of the part, per dimension."""
     sizes: tuple[int, ...]
+    """Elements of the part, per dimension."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     dtype: str
+    """Name of the dtype in torch, as "bfloat16"."""
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
-    """A part of a tensor in a file, or an object where there is no `box`. start, length: bytes in the file."""
+    """Place in a file of a part of a tensor, or of an object."""
 
     name: str
+    """Name of the tensor or object in the checkpoint."""
     box: Box | None
+    """Part of the tensor; None for an object."""
     file: str
+    """Path in the checkpoint's folder."""
     start: int
+    """Offset in the file, in bytes."""
     length: int
+    """Length in the file, in bytes."""
 
 
 def write_shards(entries: Mapping[str, Any], folder: Path, rank: int) -> list[Shard]:
-    """Writes and syncs this rank's files; returns what lies where.
+    """Writes and syncs this rank's files; returns the places of their shards.
 
     Args:
         entries: of `StagedState`.
@@ -74,7 +83,7 @@ def write_index(shards: Sequence[Shard], folder: Path) -> None:
     """Writes and syncs the index of the shards of all ranks.
 
     Raises:
-        CheckpointError: they are not every tensor, whole and once.
+        CheckpointError: the shards are not every tensor, whole and once.
     """
     tensors: dict[str, Any] = {}
     for shard in shards:

@@ -1,6 +1,6 @@
-"""Bytes between ranks, for what is no tensor: no object is pickled on its way. Runs in every trainer rank.
+"""Exchange of bytes between ranks, for data that are no tensors: no object is pickled. Runs in every trainer rank.
 
-Every function is a collective of its group. Who sends says what the bytes mean: JSON or msgpack of plain data.
+Every function is a collective of its group. Callers choose the encoding of the bytes: JSON or msgpack of plain data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from moerl.trainer import platform
 
 Group = dist.ProcessGroup | None
-"""None for all ranks."""
+"""Process group; None for all ranks."""
 
 
 def device_of(group: Group = None) -> torch.device:
@@ -23,7 +23,7 @@ def device_of(group: Group = None) -> torch.device:
 
 
 def to_tensor(data: bytes, to: torch.device) -> Tensor:
-    """uint8 [bytes] on a device."""
+    """Returns bytes as uint8 [bytes] on a device."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(to)
 
 
@@ -32,7 +32,7 @@ def to_bytes(buffer: Tensor) -> bytes:
 
 
 def share_bytes(data: bytes, group: Group = None) -> bytes:
-    """The bytes of the group's first rank, on every rank. data: on the first rank; ignored elsewhere."""
+    """Returns the bytes of the group's first rank, on every rank. data: on the first rank; ignored on others."""
     if dist.get_world_size(group) == 1:
         return data
     to, first = device_of(group), _rank_of(0, group)
@@ -45,7 +45,7 @@ def share_bytes(data: bytes, group: Group = None) -> bytes:
 
 
 def gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
-    """The bytes of every rank in rank order, on the group's first rank; nothing elsewhere."""
+    """Returns the bytes of every rank in rank order, on the group's first rank; nothing on others."""
     if dist.get_world_size(group) == 1:
         return [mine]
     to = device_of(group)
@@ -64,7 +64,7 @@ def gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
 
 
 def all_gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
-    """The bytes of every rank in rank order, on every rank; for messages that stay small with many ranks."""
+    """Returns the bytes of every rank in rank order, on every rank; for messages that stay small with many ranks."""
     size = dist.get_world_size(group)
     if size == 1:
         return [mine]

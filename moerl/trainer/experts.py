@@ -1,5 +1,5 @@
-"""Experts of a rank in few passes: Megatron's go through some twenty operations each, and copy all rows to split them
-and to join them again.
+"""Experts of a rank in few passes over their rows. Megatron's experts run some twenty operations each, and copy all
+rows to split them and to join them again.
 
 Runs in every trainer rank without a GPU. Imports Megatron.
 """
@@ -19,13 +19,14 @@ from moerl.kernels.host import gated, gated_backward
 
 
 class Experts(SequentialMLP):
-    """Megatron's `SequentialMLP`, its parameters, checkpoints and results; SwiGLU in float32 is computed here, where
-    nobody listens to the linear layers or has put others in their place."""
+    """Megatron's `SequentialMLP`, with the same parameters, checkpoints and results. SwiGLU in float32 is computed
+    here, unless a linear layer has hooks or is of another class."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows [R, H] sorted by expert, how many of each [E], and the router's weights of them [R]."""
+        """Applies the experts to rows [R, H] sorted by expert, with the number of rows of each [E] and their weights
+        from the router [R]; returns [R, H] and no bias."""
         rows, weights = permuted_local_hidden_states, permuted_probs
         experts: Any = self.local_experts
         layers = [each for expert in experts for each in (expert.linear_fc1, expert.linear_fc2)]
@@ -43,13 +44,14 @@ class Experts(SequentialMLP):
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Parameters that are gathered while others compute are waited for in a hook of their layer."""
+    """Returns True for a plain linear layer without hooks. If parameters are gathered while other layers compute, a
+    hook of their layer waits for them."""
     is_heard = layer._forward_pre_hooks or layer._forward_hooks  # pyright: ignore[reportPrivateUsage]
     return type(layer) in (ColumnParallelLinear, RowParallelLinear) and not is_heard
 
 
 class _SwiGLU(torch.autograd.Function):
-    """y = w down(silu(gate(x)) up(x)) of every row x, with the matrices of its expert and the row's weight w.
+    """Function y = w down(silu(gate(x)) up(x)) of every row x, with the matrices of its expert and the row's weight w.
 
     parameters: of each expert in turn gates and ups [2 F, H], and down [H, F].
     """

@@ -1,4 +1,4 @@
-"""Process groups: starts torch.distributed and Megatron's parallel state for this rank, and hands out its groups.
+"""Process groups: starts torch.distributed and Megatron's parallel state for this rank, and returns its groups.
 
 Runs in every trainer rank. The backend follows the device: NCCL on GPUs, gloo on a CPU.
 """
@@ -25,10 +25,11 @@ def start(
     """Joins the process group and builds Megatron's groups.
 
     Args:
-        rendezvous: ``file://PATH`` or ``tcp://HOST:PORT``, where the ranks meet; not used by one process.
+        rendezvous: ``file://PATH`` or ``tcp://HOST:PORT`` at which the ranks meet; not used by one process.
         world_size: processes that were started. dims: parallel sizes of as many.
-        seed: seeds Megatron's RNG tracker.
-        listener: of rank 0 with ``tcp``: descriptor of a socket that listens there. It is this process's, from now on.
+        seed: of torch and of Megatron's RNG tracker.
+        listener: on rank 0 with ``tcp``, the descriptor of a socket that listens at that address. This function takes
+            it over.
 
     Raises:
         ConfigError: the sizes are not of `world_size` processes, or Megatron numbers ranks in another way than
@@ -75,7 +76,7 @@ def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) ->
         return store
     assert url.hostname is not None
     assert url.port is not None
-    # The socket of rank 0 is open before: no other process can take its port, and it is at one address, not at all.
+    # Rank 0's socket is open already: no other process can take its port. It listens at one address only.
     return dist.TCPStore(
         url.hostname,
         url.port,
@@ -87,7 +88,8 @@ def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) ->
 
 
 def _check_numbering(layout: RankCoordinates) -> None:
-    """Shares, shards and senders are worked out from `RankCoordinates`, in every process: Megatron must agree."""
+    """Raises `ConfigError` unless Megatron agrees with `RankCoordinates`, which say in every process who has which
+    shares and shards and who sends."""
     from megatron.core import parallel_state as mpu
 
     ours = (
@@ -128,52 +130,52 @@ def _check_world(world_size: int, dims: ParallelDims) -> None:
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """This rank's tensor-parallel group."""
+    """Returns this rank's tensor-parallel group."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_tensor_model_parallel_group())
 
 
 def tensor_and_context_group() -> dist.ProcessGroup:
-    """The ranks that share the rows of this rank's microbatches."""
+    """Returns the group of the ranks that share the rows of this rank's microbatches."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_tensor_and_context_parallel_group())
 
 
 def context_group() -> dist.ProcessGroup:
-    """This rank's context-parallel group."""
+    """Returns this rank's context-parallel group."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_context_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """The stages of this rank's pipeline, first to last."""
+    """Returns the group of the stages of this rank's pipeline, first to last."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
 
 
 def data_group() -> dist.ProcessGroup:
-    """This rank's data-parallel group."""
+    """Returns this rank's data-parallel group."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_data_parallel_group())
 
 
 def data_and_context_group() -> dist.ProcessGroup:
-    """The ranks that hold the same parameters outside of the experts, and different rows."""
+    """Returns the group of the ranks that have the same parameters outside of the experts, and different rows."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
 
 
 def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
-    """Raises on every rank if any rank has a problem, so that none is left waiting in a later collective.
+    """Raises on every rank if any rank has a problem, so that no rank waits in a later collective for ever.
 
     Args:
-        elsewhere: raised by ranks that have none.
+        elsewhere: raised by ranks that have no problem.
     """
     failed = torch.full((1,), int(problem is not None), device=platform.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)

@@ -24,7 +24,7 @@ from moerl.trainer.tensors import bypassed_tensors
 
 
 def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that an export writes for the model of a directory, by name.
+    """Returns the shapes of the tensors that an export writes for the model of a directory, by name.
 
     Args:
         config: content of its Hugging Face config.
@@ -50,7 +50,7 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
     dtype = next(iter(weights.values())).dtype
     weights |= dict(bypassed_tensors(like, config))
     config["dtype"] = str(dtype).removeprefix("torch.")
-    # Weights are written as they are trained, also where they came quantised.
+    # Weights are written as they are trained, also if the model came quantised.
     config.pop("quantization_config", None)
     with new_directory(folder) as partial:
         for file in like.iterdir():
@@ -63,11 +63,11 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
 
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
-    """Yields an empty directory to write a model into. After the block it is sealed and has the name of `folder`, in
-    place of what had it; after an error it is gone.
+    """Yields an empty directory to write a model into. After the block the directory is sealed and replaces `folder`;
+    after an error it is removed.
 
     Raises:
-        MoerlError: the file system refused.
+        MoerlError: the file system refused a write.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     with writing(folder), undoing(lambda: shutil.rmtree(partial, ignore_errors=True)):
@@ -85,8 +85,8 @@ def new_directory(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _refusals_of_libraries() -> Iterator[None]:
-    """Raises `OSError` for what libraries written in Rust say of a full disk in errors of their own: safetensors in its
-    class, tokenizers in none."""
+    """Raises `OSError` in place of the errors of libraries written in Rust for a full disk: safetensors raises its own
+    class, tokenizers plain `Exception`."""
     try:
         yield
     except Exception as error:  # narrowed in the next line

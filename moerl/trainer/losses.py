@@ -35,15 +35,14 @@ from moerl.trainer.trainer import MegatronTrainer, RowScores
 
 @dataclass(frozen=True, slots=True)
 class TextLoss:
-    """Next-token cross-entropy, averaged over the rows to be learned.
-
-    vocab_size: of the Hugging Face model; ids that are never sampled are made unlikely too. denominator: rows to be
-    learned in the whole batch, over all microbatches and ranks.
-    """
+    """Next-token cross-entropy, averaged over the rows to be learned."""
 
     batches: Sequence[Microbatch]
+    """This rank's shares of the microbatches."""
     vocab_size: int
+    """Size of the Hugging Face model's vocabulary; ids that are never sampled are made unlikely, too."""
     denominator: float
+    """Rows to be learned in the whole batch, over all microbatches and ranks."""
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.batches[microbatch]
@@ -62,11 +61,14 @@ class TextLoss:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A frozen model of the same layout. hidden: its `last_hidden` for the microbatches of the loss."""
+    """A frozen model of the same layout, for the KL."""
 
     model: MegatronTrainer
+    """Trainer of the frozen model."""
     hidden: Sequence[Tensor]
+    """Its `last_hidden` for the microbatches of the loss."""
     support: KLSupport
+    """Ids that the KL sums over."""
 
 
 @functools.cache
@@ -76,22 +78,21 @@ def _planner() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Scores each sampled token under the distribution it was drawn from.
-
-    keep_mask: score inside the recorded kept sets; False scores over the full vocabulary (the biased ablation).
-    with_full: also score over the full vocabulary, for mismatch tables.
-    reference: of the KL that is wanted; None where none is.
-    """
+    """Loss function that scores each sampled token under the distribution it was drawn from."""
 
     batches: Sequence[Microbatch]
+    """This rank's shares of the microbatches."""
     keep_mask: bool
+    """True to score inside the recorded kept sets; False scores over the full vocabulary (the biased ablation)."""
     with_full: bool = False
+    """True to score over the full vocabulary as well, for mismatch tables."""
     reference: Reference | None = None
+    """Frozen model of the KL; None if no KL is wanted."""
     _ahead: dict[int, Future[HostPlan]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By microbatch; plans begun and not yet used."""
+    """Plans begun and not yet used, by microbatch."""
 
     def rows(self, microbatch: int) -> Rows:
-        """Returns what is to be scored of a microbatch."""
+        """Returns the rows of a microbatch that are scored."""
         batch = self.batches[microbatch]
         rows_T = Rows.open(batch.target_ids, batch.temperatures, batch.loss_mask)
         if self.keep_mask:
@@ -99,7 +100,8 @@ class Scorer:
         return replace(rows_T, full_T=batch.loss_mask) if self.with_full else rows_T
 
     def _plan(self, inputs: HeadInputs, microbatch: int) -> ScorePlan:
-        """Returns the plan of a microbatch. For a GPU a thread makes those to come, beside the passes."""
+        """Returns the plan of a microbatch. For a GPU, a thread makes the plans of later microbatches during the
+        passes."""
         if not products.on_device(inputs.weight_VpH.device):
             return plan_rows(self.rows(microbatch), inputs)
         if microbatch not in self._ahead:
@@ -138,20 +140,20 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the weights have moved since tokens were sampled, in updates.
-
-    version: that the batch met. updates_per_version: of a batch. since: updates on this batch so far.
-    """
+    """Distance of the weights from those that sampled the tokens, in updates."""
 
     version: int
+    """Weight version that the batch met."""
     updates_per_version: int
+    """Updates per batch."""
     since: int
+    """Updates on this batch so far."""
 
     def proximal(self, trainer_T: Tensor, rollout_T: Tensor, versions_T: Tensor) -> Tensor:
-        """`rollout + a (trainer - rollout)`, [T], with a = u / (u + since), u the updates between a token's version and
-        the batch; where a token met its own version, the sampler's log-prob.
+        """Returns `rollout + a (trainer - rollout)`, [T], with a = u / (u + since), u the updates between a token's
+        version and the batch; for a token of the batch's version, that is the sampler's log-prob.
 
-        The log-probs of the weights that the batch met, as if they had moved evenly (AReaL's loglinear).
+        Estimates the log-probs of the weights that the batch met, as if they had moved evenly (AReaL's loglinear).
         """
         before_T = (self.version - versions_T) * self.updates_per_version
         share_T = (before_T / (before_T + self.since)).to(trainer_T.dtype)
@@ -160,21 +162,23 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradientLoss:
-    """An algorithm's loss on sampled tokens.
-
-    objective: the algorithm, of which nothing else is known here. totals: of the whole batch. layout: this rank's
-        place.
-    proximal_logprobs: per microbatch float32 [T], the trainer's log-probs before the first update on this batch;
-        None where this update is the first one (they are then the current log-probs, without gradient).
-    drift: from which they are interpolated instead.
-    """
+    """An algorithm's loss on sampled tokens. With neither `proximal_logprobs` nor `drift`, the proximal log-probs are
+    the current ones, without gradient."""
 
     scorer: Scorer
+    """Scores the tokens; has the batches."""
     objective: PolicyObjective
+    """The algorithm."""
     totals: BatchTotals
+    """Totals of the whole batch."""
     layout: RankCoordinates
+    """This rank's coordinates."""
     proximal_logprobs: Sequence[Tensor] | None = None
+    """Per microbatch float32 [T] on the CPU, the trainer's log-probs before the first update on this batch. None if
+    there was no pass before."""
     drift: Drift | None = None
+    """Interpolates the proximal log-probs without a pass; None on the first update of a batch, and if they are not
+    interpolated."""
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
@@ -212,7 +216,7 @@ class PolicyGradientLoss:
 
 
 def draws(batch: Microbatch, layout: RankCoordinates) -> np.ndarray:
-    """float32 [T], evenly from [0, 1): of each row's rollout and position alone."""
+    """Returns float32 [T], evenly from [0, 1), which depend on each row's rollout and position alone."""
     num_rows_N = np.diff(batch.cu_seqlens) // layout.dims.context
     positions_T = (batch.position_ids + 1).astype(np.uint64)
     words_T = mix(np.repeat(batch.rollout_keys, num_rows_N) + positions_T * np.uint64(POSITION_PRIME))
@@ -220,9 +224,10 @@ def draws(batch: Microbatch, layout: RankCoordinates) -> np.ndarray:
 
 
 def sequences_of(batch: Microbatch, layout: RankCoordinates) -> Sequences:
-    """The sequences of this rank's share of a microbatch.
+    """Returns the sequences of this rank's share of a microbatch.
 
-    Context-parallel ranks hold equal parts of every sequence and add them; tensor-parallel ranks hold the same rows.
+    Context-parallel ranks have equal parts of every sequence and add their sums; tensor-parallel ranks have the same
+    rows.
     """
     num_rows_N = transfers.to_device(np.diff(batch.cu_seqlens).astype(np.int64) // layout.dims.context)
     if layout.dims.context == 1:

@@ -1,4 +1,4 @@
-"""Corrections of megatron-core 0.19.2 that hold on every device; each says what it corrects and when it can go.
+"""Corrections of megatron-core 0.19.2 on every device; each docstring says what is corrected and when it can go.
 
 Runs in every trainer rank, once, before a model is built.
 """
@@ -28,13 +28,13 @@ def apply() -> None:
 def _exchange_shapes(
     self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:
-    """Shapes travel like the tensors they announce, and nobody waits for their being read.
+    """Exchanges shapes in the same way as the tensors that they announce, without waiting until they are read.
 
     The original posts both directions between the same two ranks of a two-stage pipeline on one communicator, in the
     same order on both sides, so that an interleaved schedule reads each shape in the other's place (with equal shapes
     nobody notices). It also waits for its own announcements: with gloo a rank that sends and receives in one call then
     waits for one that does so in two. Goes when `P2PCommunicator._communicate_shapes` tells the directions apart as
-    `_p2p_ops` does, and waits for what it receives alone.
+    `_p2p_ops` does, and waits only for shapes that it receives.
     """
     p2p: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     to = torch.cuda.current_device()
@@ -69,11 +69,12 @@ def _exchange_shapes(
 
 
 def _count_local_tokens(original: Any) -> Any:
-    """The load-balancing loss with a padding mask counts local tokens after summing them, in place, over the group,
-    weighs every rank's part of the loss by them, and divides by a count that is 0 where every row is padding.
+    """Corrects the load-balancing loss with a padding mask. The original counts local tokens after summing them, in
+    place, over the group, weighs every rank's part of the loss by them, and divides by a count that is 0 if every row
+    is padding.
 
     With tensor parallelism of size n its gradient came out n times too large, and a microbatch of pad rows alone made
-    every router's gradient NaN. Local tokens themselves would do where ranks have equally many: with pad rows at the
+    every router's gradient NaN. Local tokens themselves would do if all ranks had equally many: with pad rows at the
     end of a sequence or of a microbatch they have not, and the parts of one loss need one weight. So every rank counts
     the mean. Goes when `attach_and_log_load_balancing_loss` weighs by the tokens of all ranks of the group, and the
     loss of no token is 0.
@@ -90,7 +91,8 @@ def _count_local_tokens(original: Any) -> Any:
 
 
 def _slice_latents(original: Any) -> Any:
-    """Latent attention with column-parallel down projections loses gradient of the rotary key under tensor parallelism.
+    """Corrects latent attention with column-parallel down projections, which loses gradient of the rotary key under
+    tensor parallelism.
 
     Every head uses that key, so the gradients of all ranks' heads have to be added up; the gather over columns that
     comes before it only cuts its own rank's. With latents sliced along the sequence, as Transformer Engine's layers

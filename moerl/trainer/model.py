@@ -32,22 +32,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How to build the model.
-
-    dtype: name of the parameter dtype. recompute: none, selective (attention and MoE blocks) or full.
-    moe_aux_loss_coef: weight of the Switch load-balancing loss; 0 leaves it out.
-    expert_bias: frozen, or update: a step towards equal load after every applied update.
-    train_router: False freezes the routers' weights. deterministic: only deterministic kernels.
-    megatron: settings of the provider that are passed on as they are, by name.
-    """
+    """Options of building the model."""
 
     dtype: str = "float32"
+    """Name of the parameter dtype: a key of `DTYPES`."""
     recompute: str = "none"
+    """One of none, selective (attention and MoE blocks) or full."""
     moe_aux_loss_coef: float = 0.0
+    """Weight of the Switch load-balancing loss; 0 leaves it out."""
     expert_bias: str = "frozen"
+    """One of frozen, or update: a step towards equal load after every applied update."""
     train_router: bool = True
+    """False freezes the routers' weights."""
     deterministic: bool = False
+    """True for deterministic kernels only."""
     megatron: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the provider that are passed on as they are, by name."""
 
 
 class PolicyModel:
@@ -56,7 +56,7 @@ class PolicyModel:
     Args:
         model: of a Hugging Face directory (config and safetensors).
         options: see `ModelOptions`.
-        this rank's coordinates.
+        layout: this rank's coordinates.
 
     Attributes:
         chunks: the rank's parts of the model, first to last: one, or one per virtual pipeline stage.
@@ -128,7 +128,8 @@ class PolicyModel:
         tensors.refuse_unknown(hf_path, self.description.hf_config, self.bridge._model_bridge)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the end."""
+        """Yields full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the
+        end."""
         for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False):
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(
@@ -138,15 +139,15 @@ class PolicyModel:
             yield name, tensor[: self.vocab_size] if name.endswith(_VOCABULARY_TENSORS) else tensor
 
     def forward(self, module: nn.Module, batch: Microbatch) -> Tensor:
-        """One packed microbatch through one chunk of the model.
+        """Runs one packed microbatch through one chunk of the model.
 
         Args:
             module: one of `chunks` or a wrapper of it.
             batch: this rank's share of the microbatch.
 
         Returns:
-            From the last chunk of the model what its head would take, [1, t / tensor, H] in the dtype of the
-            parameters; from any other the hidden states that the next one takes.
+            From the last chunk of the model the inputs of its head, [1, t / tensor, H] in the dtype of the parameters;
+            from any other the hidden states for the next one.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -170,13 +171,13 @@ class PolicyModel:
         )
 
     def _describe(self, cu_seqlens: Tensor, batch: Microbatch) -> None:
-        """Tells the attention of a CPU what the sequences are; that of Transformer Engine knows no shared rows."""
+        """Registers the sequences with the attention of a CPU; that of Transformer Engine knows no shared rows."""
         if cu_seqlens.is_cuda:
             if batch.prefix_of is not None:
                 raise ConfigError(
                     "prompts cannot be shared on a GPU",
                     seen="trainer.share_prompts=true",
-                    expected="false, where Transformer Engine computes attention",
+                    expected="false, if Transformer Engine computes attention",
                     remedy="set trainer.share_prompts=false",
                 )
             return
@@ -184,14 +185,15 @@ class PolicyModel:
         attention.describe(cu_seqlens, batch.prefix_of, size=dims.context, rank=self.layout.context_rank)
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""
+        """Returns this rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""
         last: Any = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
         return last.output_layer.weight
 
     def _padding_mask(self, module: nn.Module, batch: Microbatch) -> Tensor:
-        """bool [1, t]. Megatron slices it for sequence parallelism in the stage with the embedding alone."""
+        """Returns the mask of pad rows, bool [1, t]. Megatron slices it for sequence parallelism in the stage with the
+        embedding alone."""
         is_pad_t = transfers.to_device(batch.is_pad)
         if not bare(module).pre_process:
             is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
@@ -199,7 +201,7 @@ class PolicyModel:
 
 
 def bare(module: nn.Module) -> Any:
-    """The GPTModel inside of Megatron's wrappers (precision, data parallelism)."""
+    """Returns the GPTModel inside of Megatron's wrappers (precision, data parallelism)."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
@@ -207,9 +209,9 @@ def bare(module: nn.Module) -> Any:
 
 
 def _end_before_head(last: nn.Module) -> None:
-    """Makes the head hand on what it gets: losses read the rows of its matrix that they need.
+    """Makes the head return its input: losses read the rows of its matrix that they need.
 
-    The module stays, so that what Megatron hooks to it (gathering of sharded weights) still happens.
+    The module stays, so that hooks that Megatron adds to it (gathering of sharded weights) still run.
     """
     output_layer: Any = getattr(last, "output_layer", None)
     if output_layer is None:
@@ -248,7 +250,7 @@ def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:
         "expert_model_parallel_size": dims.expert,
         "expert_tensor_parallel_size": dims.expert_tensor,
         "sequence_parallel": dims.tensor > 1,
-        # Packed microbatches differ in length, so stages tell one another how much is coming.
+        # Packed microbatches differ in length, so stages send one another the shapes first.
         "variable_seq_lengths": dims.pipeline > 1,
         # Batched operations do not tell the two directions of an interleaved two-stage pipeline apart.
         "batch_p2p_comm": dims.virtual_pipeline == 1,
@@ -256,7 +258,8 @@ def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:
 
 
 def _uneven_stages(dims: ParallelDims, num_layers: int) -> list[list[str]] | None:
-    """Megatron's list of what every stage holds; None where the layers divide evenly, which it works out itself."""
+    """Returns Megatron's list of the layers of every stage; None if the layers divide evenly: Megatron then divides
+    them itself."""
     if num_layers % dims.pipeline == 0:
         return None
     stages = [["decoder"] * count for count in stage_layers(num_layers, dims.pipeline, dims.virtual_pipeline)]

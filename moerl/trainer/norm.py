@@ -1,5 +1,5 @@
-"""RMSNorm in few passes over its rows: torch's own is put together from single operations on a CPU, of whose results
-backward keeps several.
+"""RMSNorm in few passes over its rows: torch composes its own from single operations on a CPU, and keeps the results of
+several for the backward pass.
 
 Runs in every trainer rank without a GPU.
 """
@@ -18,7 +18,7 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension; in float32 backward keeps the input and one number per row."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H]; y = weight * x / sqrt(mean(x^2) + eps), in its dtype."""
+        """Returns y = weight * x / sqrt(mean(x^2) + eps) of x [..., H], in the dtype of x."""
         if x.dtype != torch.float32:
             return super().forward(x)
         return _Normed.apply(x, self.weight, self.eps)

@@ -5,7 +5,7 @@ by piece into two slots on the device, updates them there with the same optimize
 state back: the next piece arrives, and the one before leaves, while one is computed. Adam works element by element, so
 the digits are those of a resident state.
 
-Megatron's own way is another one, and is not used (docs/decisions/optimizer-offload.md).
+Megatron's own offloading is not used (docs/decisions/optimizer-offload.md).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from moerl.trainer.sharded_state import make_moments
 SLAB_ELEMENTS = 2**26
 """Float32 numbers of one allocation of pinned memory: a power of two, to which torch rounds them up."""
 _ALIGNED = 64
-"""Numbers at whose multiples tensors begin in a slot."""
+"""Numbers; tensors begin at multiples of it in a slot."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GROUPS = ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups")
-"""Lists of a distributed optimizer: parameters of the model, and what is updated of each."""
+"""Lists of a distributed optimizer: parameters of the model, and the part of each that is updated here."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offloaded:
     """One parameter of the optimizer with state in host memory.
 
-    target: what the optimizer updates: a master weight, or a view of a float32 weight. model: the parameter of the
-    model that a master weight is written to; None for a float32 weight, which is updated where it is. homes: float32,
-    in host memory, by name: the moments, and `master` if there is one.
+    target: the tensor that the optimizer updates: a master weight, or a view of a float32 weight. model: the parameter
+    of the model that a master weight is written to; None for a float32 weight, which is updated in place. homes:
+    float32, in host memory, by name: the moments, and `master` if there is one.
     """
 
     target: Tensor
@@ -49,12 +49,12 @@ class _Offloaded:
 class OffloadedState:
     """The state of one distributed optimizer, a share of it in host memory.
 
-    Outside of an update all of it is in ordinary tensors, those in host memory included: it can be read, stored, and
+    Outside of an update all state is in ordinary tensors, some of them in host memory: it can be read, stored, and
     loaded into. After a load call `settle`.
 
     Args:
         megatron: a `DistributedOptimizer` that has parameters; its inner optimizer is Adam.
-        share: of its numbers, above 0; whole parameters, in their order, until it is reached.
+        share: share of its numbers to offload, above 0; whole parameters, in their order, until it is reached.
     """
 
     def __init__(self, megatron: Any, share: float) -> None:
@@ -81,7 +81,7 @@ class OffloadedState:
         return sum(home.nbytes for each in self._offloaded for home in each.homes.values())
 
     def _place(self) -> None:
-        """Moves what is offloaded into host memory, and gives every parameter the state that it starts with."""
+        """Moves the offloaded state into host memory, and gives every parameter its initial state."""
         places = [
             (each, name)
             for each in self._offloaded
@@ -97,7 +97,7 @@ class OffloadedState:
         make_moments(self._megatron)
 
     def settle(self) -> None:
-        """Brings state that a load has replaced back to its place in pinned host memory."""
+        """Copies state that a load has replaced back to its place in pinned host memory."""
         for each in self._offloaded:
             moments = self._inner.state[each.target]
             for name in _MOMENTS:
@@ -109,10 +109,10 @@ class OffloadedState:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an update of Megatron's optimizer: master weights take gradients of the device meanwhile."""
+        """Surrounds an update of Megatron's optimizer: master weights accept gradients on the device meanwhile."""
         masters = [each for each in self._offloaded if each.model is not None]
         for each in masters:
-            # A number stands for the tensor: its values are read from a slot alone.
+            # One number expanded to the tensor's shape: its values are only read from a slot.
             each.target.data = torch.zeros((), device=platform.device()).expand(each.target.shape)
         try:
             yield
@@ -122,7 +122,8 @@ class OffloadedState:
                 each.target.data = each.homes["master"]
 
     def _update(self) -> None:
-        """Stands in for the inner optimizer's step: all pieces, and the weights of those that were offloaded."""
+        """Replaces the inner optimizer's step: updates resident parameters and all pieces, and writes the weights of
+        the pieces."""
         device = platform.device()
         groups = self._inner.param_groups
         counted = self._step_on(groups, self._resident)
@@ -130,7 +131,7 @@ class OffloadedState:
         names = dict.fromkeys(name for each in self._offloaded for name in each.homes)
         slots = [_Slot(size, names, device) for _ in range(PIECES)]
         computing, fetching, returning = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-        # The slots' memory may still be read by what was launched before.
+        # Kernels launched before may still read the slots' memory.
         fetching.wait_stream(computing)
         arrived = self._fetch(self._pieces[0], slots[0], fetching)
         for number, piece in enumerate(self._pieces):
@@ -145,14 +146,14 @@ class OffloadedState:
                     for name, home in each.homes.items():
                         home.copy_(slot.view(each, name, piece), non_blocking=True)
                 slot.free = returning.record_event()
-        # The host reads the state from now on, and the slots go.
+        # From now on the host may read the state, and the slots are freed.
         returning.synchronize()
         for group, after in zip(groups, counted, strict=True):
             # Transformer Engine counts steps by group.
             group.update({name: value for name, value in after.items() if name != "params"})
 
     def _fetch(self, piece: _Piece, slot: _Slot, stream: Any) -> Any:
-        """Starts the copies of a piece into a slot, once that is free; returns the event of their end."""
+        """Starts the copies of a piece into a slot, once the slot is free; returns the event of their end."""
         with torch.cuda.stream(stream):
             if slot.free is not None:
                 stream.wait_event(slot.free)
@@ -174,7 +175,8 @@ class OffloadedState:
             self._inner.state[each.target].update({name: each.homes[name] for name in _MOMENTS})
 
     def _step_on(self, groups: Sequence[dict[str, Any]], targets: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """A step of the inner optimizer on some parameters; returns the groups after it. `groups` do not change."""
+        """Makes a step of the inner optimizer on some parameters; returns the groups after it. `groups` do not
+        change."""
         chosen = set(targets)
         some = [{**group, "params": [each for each in group["params"] if each in chosen]} for group in groups]
         self._inner.param_groups = some
@@ -197,13 +199,14 @@ class OffloadedState:
                 setattr(self._megatron, name, groups)
 
     def _write_resident(self) -> None:
-        """Stands in for Megatron's writing of all weights after a step: those of pieces are written."""
+        """Replaces Megatron's writing of all weights after a step: those of pieces are written already."""
         self._write(self._resident_masters)
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """Parameters that are updated together. begins: by part, where each of its tensors begins in a slot."""
+    """Parameters that are updated together. begins: by part, the offset of each of its tensors in a slot, in
+    numbers."""
 
     parts: list[_Offloaded]
     begins: dict[_Offloaded, int]
@@ -211,7 +214,8 @@ class _Piece:
 
 
 class _Slot:
-    """Room on the device for one piece: float32, a row for each kind of tensor. free: event from which it is."""
+    """Room on the device for one piece: float32, a row for each kind of tensor. free: event after which the slot can be
+    written again; None before its first use."""
 
     def __init__(self, num_elements: int, names: Iterable[str], device: torch.device) -> None:
         self._rows = {name: torch.empty(num_elements, device=device) for name in names}
@@ -248,5 +252,5 @@ def _homes(like: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _pairs(left: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Tensor]]) -> dict[Tensor, Tensor]:
-    """Returns what is in the same place of both, by what is in the left one."""
+    """Returns the tensors of the right lists by those at the same place of the left lists."""
     return {a: b for some, others in zip(left, right, strict=True) for a, b in zip(some, others, strict=True)}

@@ -23,24 +23,24 @@ class StateOptions:
     """Places of the optimizer's state."""
 
     sharding: str = "off"
-    """off; on: state and master weights are split over data-parallel ranks; overlap: and communication runs beside the
-    computation."""
+    """One of off; on: state and master weights are split over data-parallel ranks; overlap: also, communication
+    overlaps with computation."""
     offload: float = 0.0
-    """Share of it in host memory; needs sharding."""
+    """Share of the state in host memory, 0 to 1; above 0 needs sharding."""
 
 
 RESIDENT = StateOptions()
 
 
 class Optimizer:
-    """Wraps a model's chunks for data parallelism and updates them.
+    """Optimizer of a model's chunks, which it wraps for data parallelism.
 
     Args:
         chunks: this rank's parts of the model, in float32 or wrapped for bfloat16.
         config: their TransformerConfig; gets the hooks that Megatron's schedules call.
         options: the user's settings.
         total_steps: updates over which the learning rate decays.
-        state: where its state is.
+        state: places of its state.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Optimizer:
             fuse_gradients(module)
         self._gradients = DeviceMemory((buffer.grad_data for buffer in self._buffers()), kept=False)
         if state.offload:
-            # Master weights are made on the device, all at once, before they move: in the memory of gradients.
+            # Megatron makes all master weights on the device, before they move: they need the memory of gradients.
             self._gradients.give_back()
         adam = _adam(options, config.params_dtype, state.sharding)
         self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
@@ -115,7 +115,7 @@ class Optimizer:
             config.param_sync_func = of_every_chunk("start_param_sync")
 
     def zero_grad(self) -> None:
-        """Starts a step from nothing, whatever an earlier one that failed has left behind."""
+        """Clears gradients and temporary tensors for a step, including those of an earlier step that failed."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
         self._gradients.take_back()
@@ -133,7 +133,7 @@ class Optimizer:
         return [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
 
     def update(self) -> UpdateReport:
-        """Clips, updates, advances the schedule; skips all three where any rank's gradient is not finite."""
+        """Clips, updates, advances the schedule; skips all three if any rank's gradient is not finite."""
         learning_rate = self.learning_rate
         if not self._gradient_is_finite():
             self._skipped_in_a_row += 1
@@ -149,11 +149,11 @@ class Optimizer:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of its state that are in host memory because `StateOptions.offload` says so."""
+        """Bytes of its state that `StateOptions.offload` puts in host memory."""
         return sum(each.host_bytes for each in self._offloaded)
 
     def finish_weights(self) -> None:
-        """Completes the gathering of updated weights that would otherwise run beside the next forward pass."""
+        """Completes the gathering of updated weights that would otherwise run during the next forward pass."""
         if self._overlaps:
             for module in self.modules:
                 module.start_param_sync(force_sync=True)
@@ -163,7 +163,8 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _gradient_is_finite(self) -> bool:
-        """On every rank; a collective. One value is read from the device, however many buffers there are."""
+        """Returns True if the gradient is finite on every rank; a collective. Reads one value from the device, however
+        many buffers there are."""
         norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
         bad = (~norms.isfinite().all()).int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -179,13 +180,13 @@ class Optimizer:
         return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
 
     def settle(self) -> None:
-        """Brings state in host memory to its place, after a load."""
+        """Copies offloaded state to its place in host memory, after a load."""
         for each in self._offloaded:
             each.settle()
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Goes on where `progress` was taken, on the schedule of this optimizer: a run that was made longer has the
-        learning rate of a run of its new length. (Megatron's `load_state_dict` would keep the old length.)"""
+        """Goes on from `progress`, on the schedule of this optimizer: a run that was made longer has the learning rate
+        of a run of its new length. (Megatron's `load_state_dict` would keep the old length.)"""
         self._skipped_in_a_row = progress["skipped_in_a_row"]
         self._scheduler.num_steps = 0
         self._scheduler.step(progress["schedule"]["num_steps"])
@@ -206,7 +207,7 @@ def fuse_gradients(module: nn.Module) -> None:
 
 
 def _adam(options: OptimizerConfig, dtype: torch.dtype, sharding: str) -> Any:
-    """Megatron's settings of AdamW. dtype: of the parameters."""
+    """Returns Megatron's settings of AdamW. dtype: of the parameters."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
     return MegatronOptimizerConfig(

@@ -1,7 +1,7 @@
 """Everything that lets Megatron-Core run without CUDA, in one place (the bridge: `moerl.trainer.bridge`).
 
 Runs in every trainer rank, before anything else of Megatron is imported. With a CUDA device `prepare` changes
-nothing. Without one, malloc keeps what it is given back, and five things have to give way (megatron-core 0.19.2):
+nothing. Without one, malloc keeps freed memory, and five things are replaced (megatron-core 0.19.2):
 
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
@@ -36,11 +36,11 @@ CPU = torch.device("cpu")
 
 
 def prepare() -> None:
-    """Makes Megatron importable and runnable on this machine; idempotent, nothing to do where CUDA is present."""
+    """Makes Megatron importable and runnable on this machine; idempotent. Does nothing if CUDA is present."""
     if torch.cuda.is_available() or getattr(prepare, "done", False):
         return
     keep_freed_memory()
-    # Looked for by torch's extension builder when Megatron is imported; on this machine its absence is no news.
+    # torch's extension builder looks for CUDA when Megatron is imported, and warns; its absence is known here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Megatron's jit_fuser is torch.compile, which would call a C++ compiler at run time for very small kernels.
     torch.compiler.set_stance("force_eager")
@@ -54,7 +54,7 @@ def prepare() -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
@@ -78,13 +78,14 @@ def collective_backend() -> str:
 
 
 def model_overrides(dims: ParallelDims) -> dict[str, Any]:
-    """Provider settings for this machine: no fusion that needs CUDA on a CPU, and on a GPU those that are installed."""
+    """Returns provider settings for this machine: on a CPU no fusion that needs CUDA, on a GPU those of
+    `gpu_overrides`."""
     if torch.cuda.is_available():
         return gpu_overrides()
     has_all_experts = dims.expert == dims.expert_tensor == 1
     return {
-        # Where a rank has all experts, the dispatcher of all-to-all sorts, and copies, what is sorted already; the
-        # other one takes no microbatches whose lengths stages tell one another.
+        # If a rank has all experts, the all-to-all dispatcher sorts and copies rows that are sorted already. The
+        # all-gather one cannot have microbatches of different lengths between pipeline stages.
         "moe_token_dispatcher_type": "allgather" if has_all_experts and dims.pipeline == 1 else "alltoall",
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,
@@ -97,29 +98,31 @@ def model_overrides(dims: ParallelDims) -> dict[str, Any]:
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
         "moe_shared_expert_overlap": False,
-        # gloo has no batched point-to-point operations that overlap, and its sends still read what would be freed.
+        # gloo has no batched point-to-point operations that overlap, and its sends still read memory that the schedule
+        # would free.
         "batch_p2p_comm": False,
         "deallocate_pipeline_outputs": False,
     }
 
 
 def gpu_overrides() -> dict[str, Any]:
-    """Provider settings for a GPU.
+    """Returns provider settings for a GPU.
 
-    The bridge has gradients added up inside of matrix products wherever Transformer Engine is installed, and Megatron
-    then builds no linear layer of its own, of which the head is one, without a kernel of Apex. The head never runs
-    here. Layers of Transformer Engine are told by themselves (`moerl.trainer.optimizer`).
+    If Transformer Engine is installed, the bridge has gradients added up inside of matrix products; Megatron then
+    refuses to build linear layers of its own, of which the head is one, without a kernel of Apex. The head's product is
+    never computed by its layer. `moerl.trainer.optimizer` sets layers of Transformer Engine one by one.
     """
     return {"gradient_accumulation_fusion": False}
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's decoder spec for this machine, each layer dense or MoE as the config says."""
+    """Returns Megatron's decoder spec for this machine, each layer dense or MoE as the config says."""
     return gpu_layer_spec(config, vp_stage) if torch.cuda.is_available() else local_layer_spec(config, vp_stage)
 
 
 def gpu_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Transformer Engine's layers. The bridges of Qwen3-MoE and OLMoE would make every layer MoE."""
+    """Returns the spec of Transformer Engine's layers. The bridges of Qwen3-MoE and OLMoE would make every layer
+    MoE."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -181,7 +184,7 @@ def _replace_rng_state() -> None:
 
 
 class _TorchOnCpu:
-    """Stands in for a module's `torch`: factory functions asked for "cuda" or pinned memory make CPU tensors."""
+    """Substitute for a module's `torch`: factory functions asked for "cuda" or pinned memory make CPU tensors."""
 
     _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "zeros_like", "empty_like")
 
@@ -283,7 +286,8 @@ class LocalNorm:
 
 
 def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's local (no Transformer Engine) decoder spec with the norm, attention and experts of this platform."""
+    """Returns Megatron's local (no Transformer Engine) decoder spec with the norm, attention and experts of this
+    platform."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe.moe_layer import MoELayer

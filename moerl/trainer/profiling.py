@@ -18,7 +18,7 @@ from moerl.contract.files import atomic_file, writing
 from moerl.reading import open_regular
 
 FOLDER = "profile"
-"""In the run directory."""
+"""Folder of traces in the run directory."""
 
 _recording: list[Path] = []
 """File of the trace that is recorded in this process; empty if none is."""

@@ -1,7 +1,7 @@
-"""The settings of Megatron-Bridge's provider for a model: those of its family's record, and what every family gets.
+"""The settings of Megatron-Bridge's provider for a model: those of its family's record, and those of every family.
 
-Runs in every trainer rank. The bridge is Megatron-Bridge 0.6.2. What a family needs beyond what its bridge sets stands
-in its record (`moerl.models.families`), how its checkpoint tensors are named in `moerl.trainer.tensors`.
+Runs in every trainer rank. The bridge is Megatron-Bridge 0.6.2. Settings that a family needs and its bridge does not
+make stand in its record (`moerl.models.families`), names of checkpoint tensors in `moerl.trainer.tensors`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moerl.trainer import platform
 
 
 def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tensor: int) -> dict[str, Any]:
-    """Provider settings of a model's family and of load balancing, to be set over those of the bridge.
+    """Returns provider settings of a model's family and of load balancing, which override those of the bridge.
 
     The bias of experts is never updated inside Megatron: `moerl.trainer.balance` does so, after an update was applied.
 
@@ -51,13 +51,13 @@ def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tens
 
 
 def passed_on(passed: Mapping[str, Any], settings: Mapping[str, Any], provider: Any) -> Mapping[str, Any]:
-    """Returns `trainer.megatron` if the provider can take it.
+    """Returns `trainer.megatron` if the provider has all of these settings.
 
     Args:
-        settings: that are made here, by name. provider: a dataclass.
+        passed: `trainer.megatron`. settings: those that moerl makes, by name. provider: a dataclass.
 
     Raises:
-        ConfigError: one of them is set here, or the provider has no field of that name.
+        ConfigError: moerl makes one of the settings itself, or the provider has no field of that name.
     """
     known = {each.name for each in fields(provider)}
     for name, value in passed.items():
@@ -80,7 +80,7 @@ def passed_on(passed: Mapping[str, Any], settings: Mapping[str, Any], provider: 
 
 
 def _layer_spec(family: Family) -> Callable[..., Any]:
-    """The layers of this platform with what the family has of its own."""
+    """Returns the spec of this platform's layers, with the family's own attention if it has one."""
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:
         block = platform.layer_spec(config, vp_stage)

@@ -23,7 +23,7 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 
 def _encode_states(states: Mapping[str, Any]) -> bytes:
-    """Generators' states are uint8 [bytes]."""
+    """Encodes states of generators, which are uint8 [bytes]."""
     return msgspec.msgpack.encode(states, enc_hook=to_bytes)
 
 
@@ -51,7 +51,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _regions() -> Any:
-    """Megatron's generators of parallel regions."""
+    """Returns Megatron's generators of parallel regions."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker()

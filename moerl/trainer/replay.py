@@ -40,20 +40,19 @@ PHASES = ("forward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Options of a schedule: what it does at the routers.
-
-    enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
-    prove: with `enforce`, take checksums of what reaches the dispatchers.
-    record: keep the routers' own choices, for a later schedule to enforce. trace: keep what reaches the dispatchers row
-    by row, to find out where a proof failed; recording does that too. in_sets: every microbatch is to be scored in its
-    recorded kept sets, and proved to be.
-    """
+    """Options of a schedule at the routers."""
 
     enforce: bool = False
+    """True to replay the recorded routing; else routers choose for themselves and are only observed."""
     prove: bool = True
+    """True to take, with `enforce`, checksums of the routing that reaches the dispatchers."""
     record: bool = False
+    """True to keep the routers' own choices, for a later schedule to enforce."""
     trace: bool = False
+    """True to keep checksums of each row that reaches the dispatchers, to find where a proof failed; `record` does
+    that, too."""
     in_sets: bool = False
+    """True if every microbatch has to be scored in its recorded kept sets, which is proved."""
 
 
 class KeepRouting:
@@ -63,7 +62,7 @@ class KeepRouting:
         chunks: this rank's parts of the GPTModel (or wrappers of them); walked once for MoE layers.
         config: their TransformerConfig.
         spec: the model facts; the MoE layers of all pipeline stages together must be L.
-        this rank's coordinates.
+        layout: this rank's coordinates.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: Any, spec: ModelSpec, layout: RankCoordinates) -> None:
@@ -77,11 +76,12 @@ class KeepRouting:
             self.layout = replace(layout, moe_layers=tuple(hook.moe_layer for hook in self.hooks))
 
     def _check_layers(self) -> None:
-        """Every MoE layer of the model lives in exactly one pipeline stage; a collective over them."""
+        """Raises `ReplayError` unless every MoE layer of the model is in exactly one pipeline stage; a collective over
+        the stages."""
         num_layers = self.spec.num_moe_layers
         found = [hook.moe_layer for hook in self.hooks]
         counts_L = torch.bincount(torch.tensor(found, dtype=torch.int64), minlength=num_layers).to(platform.device())
-        # Rank-local sizes may differ where the model has more layers than the handshake says.
+        # Rank-local sizes may differ if the model has more layers than the handshake says.
         surplus = torch.tensor([max(0, len(counts_L) - num_layers)], device=counts_L.device)
         dist.all_reduce(surplus, op=dist.ReduceOp.MAX, group=groups.pipeline_group())
         counts_L = counts_L[:num_layers].clone()
@@ -103,7 +103,8 @@ class KeepRouting:
             training: a backward pass follows, so recompute may call the routers again.
 
         Raises:
-            ReplayError: on every rank, where any rank has a batch that cannot be replayed.
+            UnprovedError: on every rank, if any rank has a batch that cannot be replayed.
+            ReplayError: a schedule is open already.
         """
         if any(hook.schedule is not None for hook in self.hooks):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
@@ -122,7 +123,8 @@ class ReplaySchedule:
     """Targets and routing checksums of one schedule.
 
     Attributes:
-        kept_sums: by microbatch, of the kept sets that tokens were scored in (`moerl.trainer.batch_checksums`).
+        kept_sums: by microbatch, checksums of the kept sets that tokens were scored in
+            (`moerl.trainer.batch_checksums`).
     """
 
     def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> None:
@@ -146,10 +148,10 @@ class ReplaySchedule:
         )
 
     def begin(self, microbatch: int) -> None:
-        """Names the microbatch whose forward pass comes next."""
+        """Sets the microbatch whose forward pass comes next."""
         self.current = microbatch
         self._rows_of(microbatch).arrive()
-        # On their way while this microbatch is computed.
+        # The next rows are copied while this microbatch is computed.
         if microbatch + 1 < len(self.batches):
             self._rows_of(microbatch + 1)
 
@@ -161,7 +163,8 @@ class ReplaySchedule:
         return self._rows[microbatch]
 
     def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]:
-        """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
+        """Returns the scores and ids of Megatron's choice, or of the recorded one on rows that have it; both [t, K].
+        Probabilities come from these scores."""
         hook.active = (microbatch, phase) = self._place(hook)
         rows = self._rows[microbatch]
         if self.what.record:
@@ -186,7 +189,7 @@ class ReplaySchedule:
         return scores_tE.gather(1, target_tK), target_tK
 
     def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
-        """The trainer's own choice beside the recorded one, on rows that have one."""
+        """Adds statistics of the trainer's own choice against the recorded one, on rows that have one."""
         choices = Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
         routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
         self.live_rows_L[hook.moe_layer] += rows.num_live
@@ -240,11 +243,12 @@ class ReplaySchedule:
         return self.what.enforce and self.what.prove
 
     def agreement(self) -> Tensor:
-        """float64 [L, 5], sums of `moerl.algorithms.agreement.STATISTICS`."""
+        """Returns the sums of `moerl.algorithms.agreement.STATISTICS`: float64 [L, 5]."""
         return self._statistics_LCS.sum(1)
 
     def recorded(self) -> RecordedRouting:
-        """The batches with the routers' own choices as what is to be enforced, and checksums of what was dispatched.
+        """Returns the batches with the routers' own choices as their recorded routing, and the rows that were
+        dispatched.
 
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
@@ -273,8 +277,9 @@ class ReplaySchedule:
         return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, counted[real])
 
     def layers_differing(self) -> list[Tensor]:
-        """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
-        recorded one, per row of this rank's share. A collective over tensor-parallel ranks and pipeline stages."""
+        """Returns int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs
+        from the recorded one, per row of this rank's share. A collective over tensor-parallel ranks and pipeline
+        stages."""
         layout = self.owner.layout
         sizes = [batch.num_rows for batch in self.batches]
         out = torch.zeros(sum(sizes), dtype=torch.int32, device=platform.device())
@@ -291,7 +296,7 @@ class ReplaySchedule:
         and, if routing is enforced and to be proved, that every router ran as often as the schedule says and recorded
         routing reached its dispatcher.
 
-        A collective over all ranks. The first that the host has to wait for since the first microbatch began; call it
+        A collective over all ranks, and the first since the first microbatch began that the host waits for; call it
         before the optimizer update.
 
         Returns:
@@ -312,10 +317,10 @@ class ReplaySchedule:
         return self._num_phases * len(self.owner.hooks) * sum(rows.num_proved for rows in self._rows.values())
 
     def _sums_of_all_rows(self) -> tuple[Tensor, Tensor]:
-        """Routing checksums int64 [P, M, l] and `batch_checksums.sums` [2, M] on the CPU, over the ranks that share the
-        rows; a collective over them, and one copy from the device."""
+        """Returns routing checksums int64 [P, M, l] and `batch_checksums.sums` [2, M] on the CPU, over the ranks that
+        share the rows; a collective over these ranks, and one copy from the device."""
         sums_2M = batch_checksums.sums(self.batches, self.kept_sums, self.owner.layout)
-        # Another tensor: this rank's own sums stay what they are, whoever asks twice.
+        # A new tensor: this rank's own sums stay as they are for a second call.
         everything = torch.cat([self.checksums_PMl.flatten(), sums_2M.flatten()])
         dist.all_reduce(everything, group=groups.tensor_and_context_group())
         (found,) = transfers.to_host([everything])
@@ -346,7 +351,8 @@ class ReplaySchedule:
         return None
 
     def _left_to_the_router(self, microbatch: int) -> str:
-        """Rows that no checksum of what was dispatched counts; those that were captured are in the recorded one."""
+        """Returns words about rows that were left to the router: no checksum of dispatched rows counts them, though the
+        recorded checksum has those that were captured."""
         num_live = self._rows[microbatch].num_live
         return f", with {num_live} row{'s' * (num_live > 1)} left to the router" if num_live else ""
 

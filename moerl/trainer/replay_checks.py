@@ -1,6 +1,6 @@
 """Checks, before any router runs, that the microbatches that a rank has received can be replayed.
 
-Runs in every trainer rank. What a trajectory guarantees is checked again here: a row that repeats an expert, or names
+Runs in every trainer rank. Guarantees of a trajectory are checked again here: a row that repeats an expert, or names
 one that does not exist, would end one rank in a dispatcher and leave the other ranks waiting for that rank.
 Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
 """
@@ -30,7 +30,7 @@ def find_unusable_routing(
 
     Args:
         batches: this rank's shares. layers: its MoE layers, as indices among those of the model.
-        enforce: recorded routing is needed; if False, it may be missing, and is only compared with.
+        enforce: True if recorded routing is needed; if False, it may be missing, and is only compared with.
     """
     for microbatch, batch in enumerate(batches):
         if enforce and (batch.expert_ids is None or batch.routing_checksums is None):
@@ -62,14 +62,14 @@ def _shape_problem(
             f"the routing rows of microbatch {microbatch} do not match its input rows",
             seen=batch.expert_ids.shape,
             expected=f"{wanted} (rows, MoE layers, experts per token of rank {layout.rank})",
-            remedy="every input row needs its route, prompt included; cut routes where their tokens are cut",
+            remedy="every input row needs its route, prompt included; cut routes at the rows where tokens are cut",
         )
     if batch.routing_checksums is not None and batch.routing_checksums.shape != (len(layers),):
         return UnprovedError(
             f"the routing checksums of microbatch {microbatch} do not match the MoE layers of rank {layout.rank}",
             seen=batch.routing_checksums.shape,
             expected=(len(layers),),
-            remedy="cut checksums where their layers are cut",
+            remedy="cut checksums over ranks as layers are cut",
         )
     return None
 
@@ -77,8 +77,8 @@ def _shape_problem(
 def _expert_problem(
     microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, layout: RankCoordinates
 ) -> UnprovedError | None:
-    """Experts that the dispatcher cannot send a row to. Rows left to the router need distinct ones as little as they
-    need any, but are looked up all the same."""
+    """Returns the error of experts that the dispatcher cannot send a row to; None if there are none. Rows left to the
+    router need no distinct experts, but their ids are read, too, and have to exist."""
     assert batch.expert_ids is not None
     remedy = "something changed the routes after packing; report it as a bug with the layout"
     if batch.expert_ids.max(initial=0) >= spec.num_experts:
@@ -116,7 +116,8 @@ def _row_name(batch: Microbatch, row: int, layout: RankCoordinates) -> str:
 
 
 def _key_problem(microbatch: int, batch: Microbatch) -> UnprovedError | None:
-    """Rows of one key have one salt: their routes could change places under the same checksum."""
+    """Returns the error of a key that two sequences have, or None. Rows of one key and position have one salt: their
+    routes could change places under the same checksum."""
     keys, counts = np.unique(batch.rollout_keys[batch.rollout_keys != 0], return_counts=True)
     if not (counts > 1).any():
         return None

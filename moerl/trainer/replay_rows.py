@@ -1,4 +1,4 @@
-"""The routing rows of one rank: targets and keys of a microbatch, and what was seen of them.
+"""The routing rows of one rank: targets and keys of a microbatch, and observations of its rows.
 
 Runs in every trainer rank. Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
 """
@@ -21,41 +21,40 @@ from moerl.trainer import platform, routing_checksums, transfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedRows:
-    """Rows that reached the dispatchers, without pad rows.
-
-    keys: uint64 [r], salt of the row's rollout. positions: int64 [r]. moe_layers: int64 [l]. checksums_rl: uint64,
-    `moerl.contract.routing.row_checksums` of what was dispatched. routed_r: bool; False if the row was left to the
-    router.
-    """
+    """Rows that reached the dispatchers, without pad rows."""
 
     keys: NDArray[np.uint64]
+    """uint64 [r]; salt of each row's rollout."""
     positions: NDArray[np.int64]
+    """int64 [r]; position of each row's token in its sequence."""
     moe_layers: NDArray[np.int64]
+    """int64 [l]; this rank's MoE layers, as indices among those of the model."""
     checksums_rl: NDArray[np.uint64]
+    """uint64; `moerl.contract.routing.row_checksums` of the dispatched routing."""
     routed_r: NDArray[np.bool_]
+    """bool; False if the row was left to the router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedRouting:
-    """The trainer's own routing of a forward pass, for later passes to enforce.
-
-    batches: this rank's shares with that routing, every row of them. traces: per microbatch, what was dispatched.
-    """
+    """The trainer's own routing of a forward pass, for later passes to enforce."""
 
     batches: list[Microbatch]
+    """This rank's shares with that routing on every row."""
     traces: list[TracedRows]
+    """Dispatched rows, per microbatch."""
 
 
 class LocalRows:
     """This rank's routing rows of a microbatch: sequence parallelism slices its context-parallel rows once more.
 
-    Starts the copy of them to the device; `arrive` before they are read.
+    Starts the copy of the rows to the device; call `arrive` before they are read.
 
     Attributes:
         expert_ids_ltK: uint8 or uint16, or None; layer by layer, as routers ask for them.
-        routed_t, counted_t, real_t: bool; rows whose routing was captured, rows that checksums speak of, rows that are
-            no padding. keys_t: int64, salts.
-        num_live, num_proved: rows left to the router, and captured rows; no padding.
+        routed_t, proved_t: bool; rows whose routing was captured, and those of them that are no padding.
+        of_map: salts of all rows, rows that checksums are over, rows that are no padding.
+        num_live, num_proved: numbers of rows left to the router, and of captured rows; no padding.
         layers_differing_t: int32. recorded, traced: per hook, see `Replay`.
     """
 
@@ -73,21 +72,21 @@ class LocalRows:
         self.expert_ids_ltK: Tensor | None = None
 
     def arrive(self) -> None:
-        """Makes what is launched next wait for the rows."""
+        """Makes kernels that are launched next wait for the rows."""
         keys_t, self.routed_t, counted_t, real_t, self.proved_t, *experts = self._upload.arrive()
         self.of_map = RoutedRows(keys_t, counted_t, real_t)
         if experts:
             (self.expert_ids_ltK,) = experts
 
     def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
-        """int64 [t, l, K]: what the routers chose; a stage of dense layers alone has no layer here."""
+        """Returns the choices of the routers, int64 [t, l, K]; l is 0 in a stage of dense layers alone."""
         choices = np.zeros((len(self.counted), num_layers, spec.experts_per_token), np.int64)
         for layer, chosen_tK in enumerate(transfers.to_host([self.recorded[layer] for layer in range(num_layers)])):
             choices[:, layer] = chosen_tK.numpy()
         return choices
 
     def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
-        """uint64 [t, l]: checksums of what was dispatched, row by row."""
+        """Returns checksums of the dispatched routing, row by row: uint64 [t, l]."""
         checksums = np.zeros((len(self.counted), num_layers), np.int64)
         for layer, traced_t in enumerate(transfers.to_host([self.traced[layer] for layer in range(num_layers)])):
             checksums[:, layer] = traced_t.numpy()
@@ -95,6 +94,6 @@ class LocalRows:
 
 
 def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:
-    """The rows of a share that sequence parallelism gives to this rank's routers."""
+    """Returns the rows of a share that sequence parallelism gives to this rank's routers."""
     num_rows = batch.num_rows // layout.dims.tensor
     return slice(layout.tensor_rank * num_rows, (layout.tensor_rank + 1) * num_rows)

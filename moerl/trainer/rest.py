@@ -1,8 +1,8 @@
-"""Memory of a model that the device gives back while servers work on it. Runs in every trainer rank.
+"""Device memory of a model that is freed while servers work on the device. Runs in every trainer rank.
 
-Tensors and their views stay what they are; their memory goes, and comes back. Nobody may read one in between: the
-trainer takes the memory back in every method that needs it. On a CPU, where torch frees nothing that numpy has seen,
-the memory stays and is filled with NaN instead, so that the same mistakes are seen.
+Tensors and their views stay the same objects; their memory is freed, and allocated again later. Nobody may read a
+tensor in between: the trainer takes the memory back in every method that needs it. On a CPU torch cannot free memory
+that numpy has seen: the memory stays and is filled with NaN instead, so that the same mistakes are seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeviceMemory:
 
     Args:
         tensors: of any shape and dtype; views of one memory count once.
-        kept: their values go to pinned host memory, and come back. Otherwise they come back as zeros.
+        kept: True if their values go to pinned host memory, and come back; else they come back as zeros.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, kept: bool) -> None:
@@ -56,7 +56,7 @@ class DeviceMemory:
                 for part, host in zip(whole.split(SLAB_BYTES), parts, strict=True):
                     host.copy_(part, non_blocking=True)
         if platform.device() != HOST:
-            # The copies, and what was launched before, may still read the memory.
+            # The copies, and kernels launched before, may still read the memory.
             torch.cuda.current_stream().synchronize()
         for whole in self._bytes:
             if whole.is_cuda:
@@ -66,7 +66,7 @@ class DeviceMemory:
         self._is_there = False
 
     def take_back(self) -> None:
-        """Has the memory again, with the values that were kept, or zeros."""
+        """Allocates the memory again, with the values that were kept, or zeros."""
         if self._is_there:
             return
         for number, (whole, size) in enumerate(zip(self._bytes, self._sizes, strict=True)):
@@ -80,7 +80,8 @@ class DeviceMemory:
         self._is_there = True
 
     def _host_parts(self) -> list[list[Tensor]]:
-        """Host memory for all bytes, made once; pinned if there is a device. Small memories share allocations."""
+        """Returns host memory for all bytes, made once; pinned if there is a device. Small memories share
+        allocations."""
         if not self._host:
             is_pinned, left, slab = platform.device() != HOST, self.num_bytes, torch.empty(0, dtype=torch.uint8)
             for size in self._sizes:

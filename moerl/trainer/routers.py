@@ -1,7 +1,7 @@
-"""The routers of a live model: found once, refused where they bypass the replay hook, tapped where they do not.
+"""The routers of a live model: found once, refused if they bypass the replay hook, else tapped.
 
-Runs in every trainer rank. A `RouterHook` sits in one router's `router_replay` and before its token dispatcher; what it
-does there is decided by the schedule that is open (`moerl.trainer.replay`).
+Runs in every trainer rank. A `RouterHook` sits in one router's `router_replay` and before its token dispatcher; the
+open schedule (`moerl.trainer.replay`) decides what the hook does there.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class RouterListener(Protocol):
 
 @dataclass(slots=True)
 class RouterHook:
-    """One tapped router.
-
-    index: among the hooks of this rank. moe_layer: index among all MoE layers of the model, from 0. layer_number:
-    Megatron's number, from 1. pending: microbatches whose recompute is still to come, oldest first. active:
-    (microbatch, phase) of the last routing call.
-    """
+    """One tapped router."""
 
     index: int
+    """Index among the hooks of this rank."""
     moe_layer: int
+    """Index among all MoE layers of the model, from 0."""
     layer_number: int
+    """Megatron's number of the layer, from 1."""
     schedule: RouterListener | None = None
+    """Schedule that is open; None between schedules."""
     pending: deque[int] = field(default_factory=deque)
+    """Microbatches whose recompute is still to come, oldest first."""
     active: tuple[int, int] | None = None
+    """(microbatch, phase) of the last routing call; None once its rows were dispatched."""
 
     def get_replay_topk(
         self,
@@ -52,7 +53,7 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's hook: (values, ids), both [T, K], chosen from scores [T, E]."""
+        """Returns the choice from scores [T, E], as Megatron's hook: (values, ids), both [T, K]."""
         assert default_compute_topk is not None
 
         def own_topk(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ def hook_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterHook]:
 
 
 def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
-    """Only a class that is known to ask the hook for every choice can be trusted to."""
+    """Raises `ReplayError` for a router of a class other than `TopKRouter`, which asks the hook for every choice."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for layer in layers:
@@ -153,8 +154,8 @@ def _install(hook: RouterHook, layer: Any) -> None:
 
 
 def _refuse_dead_router(layer: Any, probs_TE: Tensor) -> None:
-    """A router that is to learn does so through the probabilities of its experts alone: cut off from these it would
-    stand still while everything around it moves."""
+    """Raises `ReplayError` if a router that should be trained would get no gradient: it gets one through the
+    probabilities of its experts alone."""
     if torch.is_grad_enabled() and layer.router.weight.requires_grad and not probs_TE.requires_grad:
         raise ReplayError(
             f"the router of layer {layer.layer_number} is dead: it would get no gradient",
@@ -165,7 +166,7 @@ def _refuse_dead_router(layer: Any, probs_TE: Tensor) -> None:
 
 
 def _moe_pattern(config: Any) -> list[int]:
-    """1 for every MoE layer of the whole model, 0 for dense ones, by layer number."""
+    """Returns 1 for every MoE layer of the whole model, 0 for dense ones, by layer number."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [int(i % frequency == 0) for i in range(config.num_layers)]

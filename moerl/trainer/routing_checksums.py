@@ -19,7 +19,7 @@ from moerl.kernels.mixing import mix, signed
 
 
 def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int = 0) -> Tensor:
-    """int64 [t]: salt of every row of a context-parallel rank from its rollout and token position.
+    """Returns the salt of every row of a context-parallel rank, from its rollout and token position: int64 [t].
 
     Args:
         batch: that rank's share. ahead: added to positions.
@@ -30,11 +30,12 @@ def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int =
 
 
 def row_origins(batch: Microbatch, context: int, context_rank: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """uint64 [t] and int64 [t]: salt of the rollout and token position of every row of a context-parallel rank."""
+    """Returns the salt of the rollout and the token position of every row of a context-parallel rank: uint64 [t] and
+    int64 [t]."""
     keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens))
     return keys_T[context_rows(batch.cu_seqlens, context, context_rank)], batch.position_ids.astype(np.int64)
 
 
 def as_signed(checksums: np.ndarray) -> Tensor:
-    """uint64 checksums as int64 bit patterns."""
+    """Returns uint64 checksums as int64 bit patterns."""
     return torch.from_numpy(checksums.view(np.int64).copy())

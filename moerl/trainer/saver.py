@@ -1,8 +1,12 @@
-"""Saving beside training: a checkpoint is copied to host memory at once, and written while training goes on.
+"""Saving during training: a checkpoint is copied to host memory at once, and written while training goes on.
 
-Runs in every trainer rank. Each has one thread at a time that writes this rank's files and hashes them; the main
-rank's then commits the checkpoint. The threads talk over a process group of their own, because the training thread
-uses the others meanwhile. One checkpoint is in flight at most. A crash before the commit leaves the one before.
+Runs in every trainer rank. One checkpoint is in flight at most. A crash before the commit leaves the previous one.
+
+    training thread      `save`, `poll`, `wait`; `save` waits for the checkpoint in flight
+    checkpoint-writer    one thread per checkpoint and rank: writes this rank's files and hashes them, and on rank 0
+                         commits the checkpoint. Ranks meet over the saver's own process group, because the training
+                         thread uses the others. An error is raised on every rank by `wait`, `save`, or the first
+                         `poll` after the end
 """
 
 from __future__ import annotations
@@ -39,12 +43,12 @@ class _Described(msgspec.Struct):
 
 
 class Saver:
-    """Writes the checkpoints of one run; every method is called by all ranks together.
+    """Writer of the checkpoints of one run; every method is called by all ranks together.
 
     As a context it ends with nothing in flight: a checkpoint that was begun is there, or the error says why not.
 
     Args:
-        store: where checkpoints go; the same directory for every rank.
+        store: of the checkpoints; the same directory for every rank.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -57,7 +61,7 @@ class Saver:
 
         Args:
             staged: this rank's share.
-            state: plain JSON for the manifest; the main rank's counts.
+            state: plain JSON for the manifest, which gets that of rank 0.
 
         Raises:
             CheckpointError: the disk has no room for it, or the one before could not be written.
@@ -145,7 +149,7 @@ class Saver:
             self._abandon(name)
             raise
         except RuntimeError as error:
-            # gloo's words for a rank that is gone.
+            # gloo raises this for a rank that is gone.
             self._abandon(name)
             raise sharded_state.unwritten(self._store.partial(name), " ".join(str(error).split())[:300]) from error
 
@@ -154,7 +158,7 @@ class Saver:
             self._store.abandon(name)
 
     def _write_files(self, name: str, staged: StagedState) -> list[_Described]:
-        """Writes this rank's files; on the main rank, what each rank wrote."""
+        """Writes this rank's files; returns the reports of all ranks on rank 0, nothing on others."""
         folder = self._store.partial(name)
         paths = sharded_state.write(staged, folder, self._group)
         try:
@@ -165,7 +169,7 @@ class Saver:
         return [msgspec.json.decode(each, type=_Described) for each in gathered]
 
     def _commit(self, name: str, state: dict[str, Any], described: Sequence[_Described]) -> str:
-        """Commits the checkpoint, on the main rank; returns what went wrong, empty if nothing did."""
+        """Commits the checkpoint, on rank 0; returns what went wrong, empty if nothing did."""
         problems = [each.problem for each in described if each.problem]
         if problems:
             return "; ".join(problems)

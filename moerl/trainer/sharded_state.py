@@ -1,8 +1,8 @@
-"""Trainer state in Megatron's distributed format (torch_dist): what is in it, and its way to files and back.
+"""Trainer state in Megatron's distributed format (torch_dist): its content, and its way to files and back.
 
-Runs in every trainer rank. A tensor is stored under its place in the whole model, not under the rank that held it,
-so a checkpoint loads into another parallel layout. What is not a tensor is small and the same for all ranks, and
-comes from the optimizer that is loaded wherever it depends on the layout:
+Runs in every trainer rank. A tensor is stored under its place in the whole model, not under its rank, so a checkpoint
+loads into another parallel layout. Data that are no tensors are small and the same for all ranks; if they depend on the
+layout, a load keeps those of the optimizer that it fills:
 
 - tensors: parameters and persistent buffers, master weights, Adam's moments;
 - common: steps that Adam has made, learning-rate schedule, parallel layout, every rank's random state.
@@ -32,24 +32,23 @@ from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_byte
 from moerl.trainer.random_states import gather_random_states, set_random_state
 
 ENTRY_BYTES = 4096
-"""Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
+"""Bytes of a stored tensor beyond its data, at most: archive header, padding and its lines in the index."""
 _COMMON = "common_state"
-"""The name that Megatron stores under what is no tensor."""
+"""Stored name of the data that are no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedState:
-    """This rank's share of a checkpoint in host memory; training may go on while it is written.
-
-    entries: by stored name, what torch.distributed.checkpoint writes. num_bytes: room on disk, at most.
-    """
+    """This rank's share of a checkpoint in host memory; training may go on while it is written."""
 
     entries: dict[str, Any]
+    """Tensors and objects that torch.distributed.checkpoint writes, by stored name."""
     num_bytes: int
+    """Bytes on disk, at most."""
 
 
 def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any]) -> StagedState:
-    """Copies what this rank has to write into host memory. A collective of all ranks.
+    """Copies the state that this rank has to write into host memory. A collective of all ranks.
 
     Args:
         chunks: bare Megatron models, one per virtual pipeline stage of this rank.
@@ -60,7 +59,7 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 
-    # That shards make whole tensors is checked with the index, without sending objects around.
+    # `write_index` checks that shards make whole tensors, without sending objects around.
     sharded: Any = save_preprocess(_sharded(chunks, optimizer, loading=False), validate_access_integrity=False)[0]
     common = {
         "extra": dict(extra),
@@ -94,7 +93,7 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
         group: all ranks, on gloo.
 
     Raises:
-        CheckpointError: on every rank, where any rank could not write.
+        CheckpointError: on every rank, if any rank could not write.
     """
     rank, mine = dist.get_rank(group), _Written([])
     try:
@@ -120,14 +119,15 @@ class _Written(msgspec.Struct):
 
 
 def _room(folder: Path, staged: StagedState) -> str:
-    """Says whether the disk is full: torch's archive writer only says that it could not go on."""
+    """Returns words on whether the disk is full: torch's archive writer only says that it could not go on."""
     free = shutil.disk_usage(folder.parent).free
     room = "the disk is full" if free < staged.num_bytes else "the disk has room"
     return f"{room}: {free} bytes free"
 
 
 def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
-    """Writes the index, on the rank that all have told of their files; what went wrong, empty where nothing did."""
+    """Writes the index, on the rank that has the reports of all, and returns what went wrong, empty if nothing did;
+    does nothing on the others."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     problems = [written.problem for written in everyone if written.problem]
@@ -142,13 +142,13 @@ def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
 
 
 def _causes(error: CheckpointException) -> str:
-    """Says which ranks failed and why, in one line."""
+    """Returns which ranks failed and why, in one line."""
     causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
     return " ".join("; ".join(causes).split())[:1000]
 
 
 def unwritten(folder: Path, problem: str) -> CheckpointError:
-    """The error of a checkpoint that could not be written."""
+    """Returns the error of a checkpoint that could not be written."""
     return CheckpointError(
         f"the checkpoint {folder.name.strip('.').removesuffix('.partial')} was not written",
         seen=problem,
@@ -160,7 +160,7 @@ def unwritten(folder: Path, problem: str) -> CheckpointError:
 def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, Any]:
     """Loads models and optimizer from a checkpoint of any layout; returns what `stage` got as `extra`.
 
-    Random states come back where the layout is the one that wrote them. In another layout there is no rank they
+    Random states come back if the layout is the one that wrote them. In another layout there is no rank they
     belong to: every rank keeps the state that `groups.start` seeded. A collective of all ranks.
 
     Raises:
@@ -186,7 +186,7 @@ def load_weights(folder: Path, chunks: Sequence[nn.Module]) -> None:
 
 
 def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
-    """The state with what the checkpoint holds of it. A collective of all ranks: all of them read it, or none.
+    """Returns the state with the data of the checkpoint. A collective: all ranks read it, or all raise.
 
     Args:
         whole: refuse a checkpoint with more tensors than the ranks ask for.
@@ -222,7 +222,7 @@ class _Read(msgspec.Struct):
 
 
 def _asked_for(state: dict[str, Any]) -> set[str]:
-    """The stored names that a state asks for."""
+    """Returns the stored names that a state asks for."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -231,7 +231,7 @@ def _asked_for(state: dict[str, Any]) -> set[str]:
 
 
 def _stored(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors."""
+    """Returns the names of a checkpoint's tensors."""
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
     return {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
@@ -250,7 +250,8 @@ def _misfit(folder: Path, problem: str) -> CheckpointError:
 
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Tensors of models and optimizers with their places in the whole; all else marked as this process's own."""
+    """Returns the tensors of models and optimizers with their places in the whole; all else is marked as this process's
+    own."""
     models = _sharded_models(chunks)
     optimizers = {}
     for index, each in enumerate(optimizers_of(optimizer)):
@@ -267,7 +268,7 @@ def _metadata() -> dict[str, Any]:
         "non_homogeneous_layers": True,
         # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
         "distrib_optim_sharding_type": "fully_reshardable",
-        # They are put together by NCCL on GPUs; the other way goes over gloo, and writes them in fewer ranks.
+        # On GPUs NCCL puts moments together; the memory-efficient way uses gloo, and fewer ranks write.
         "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
     }
 
@@ -284,7 +285,7 @@ def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _own(state: Any) -> Any:
-    """The state with every leaf that has no place in the whole marked: not stored, and unchanged by a load."""
+    """Returns the state with every leaf that has no place in the whole marked: not stored, and unchanged by a load."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 
     if isinstance(state, dict):
@@ -308,12 +309,12 @@ def _fill(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], folder: Path) 
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain (dense parameters, expert parameters) that have parameters on this rank."""
+    """Returns the optimizers of a chain (dense parameters, expert parameters) that have parameters on this rank."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
 
 
 def make_moments(optimizer: Any) -> None:
-    """Gives parameters that have no state the one that they would start with, so that there is somewhere to load."""
+    """Gives parameters without state their initial one, so that a load has tensors to fill."""
     inner = optimizer.optimizer
     optimizer.init_state_fn(inner, optimizer.config)
     if isinstance(inner, torch.optim.Adam):
@@ -322,7 +323,7 @@ def make_moments(optimizer: Any) -> None:
 
 
 def _adam_steps(optimizer: Any) -> int:
-    """Steps that were made: torch's Adam counts them per parameter, Transformer Engine's per group."""
+    """Returns the steps that were made: torch's Adam counts them per parameter, Transformer Engine's per group."""
     counts = set()
     for each in optimizers_of(optimizer):
         inner = each.optimizer

@@ -1,4 +1,4 @@
-"""This rank's weights as they lie in memory, under names that no layout and no kind of module changes.
+"""This rank's weights as they lie in memory, under names that depend neither on layout nor on kinds of modules.
 
 Runs in every trainer rank. The names are those of `moerl.weights.tensors`: layers and experts are counted over the
 whole model; experts are named one by one, whether a module holds them grouped or in sequence; a norm that Transformer
@@ -29,11 +29,11 @@ _GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
 
 
 def local_shards(chunks: Sequence[nn.Module], layout: RankCoordinates) -> dict[str, Tensor]:
-    """Parameters and expert biases of this rank by name: the live tensors, not copies.
+    """Returns the parameters and expert biases of this rank by name: the live tensors, not copies.
 
     Args:
         chunks: this rank's parts of the model, first to last.
-        this rank's coordinates.
+        layout: this rank's coordinates.
 
     Raises:
         WeightSyncError: two tensors have one name.
@@ -57,7 +57,7 @@ def local_shards(chunks: Sequence[nn.Module], layout: RankCoordinates) -> dict[s
 
 
 def whole_name(name: str, layer_numbers: Sequence[int], *, first_expert: int = 0) -> str:
-    """The name in the whole model of a parameter of one chunk.
+    """Returns the name in the whole model of a parameter of one chunk.
 
     Args:
         layer_numbers: of the chunk's layers, from 0.

@@ -1,4 +1,4 @@
-"""Checkpoint tensors of every family: their names in Megatron's local layers, FP8, and what is left out.
+"""Checkpoint tensors of every family: their names in Megatron's local layers, FP8, and tensors that are left out.
 
 Runs in every trainer rank. Completes Megatron-Bridge 0.6.2, whose bridges know Transformer Engine's layers, log what
 they miss, and cast FP8 weights that have no scales.
@@ -55,7 +55,8 @@ def adapt(bridge_class: Any) -> None:
 
 
 def _complete(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The bridge only logs a parameter that it has no checkpoint tensor for, and leaves it at its initial value."""
+    """Returns `build_conversion_tasks` that raises `CheckpointError` for a parameter without a checkpoint tensor. The
+    bridge's own only logs it, and leaves the parameter at its initial value."""
     from megatron.bridge.models.conversion.utils import persistent_buffers
 
     @functools.wraps(original)
@@ -89,7 +90,7 @@ def _local_expert_mappings(mappings: list[Any]) -> Iterator[Any]:
 
 
 def _sources(mapping: Any) -> dict[str, str]:
-    """The constructor arguments of a mapping that name checkpoint tensors."""
+    """Returns the constructor arguments of a mapping that name checkpoint tensors."""
     return mapping.hf_param if isinstance(mapping.hf_param, dict) else {"hf_param": mapping.hf_param}
 
 
@@ -111,7 +112,7 @@ def _dense_mlp_mappings() -> list[Any]:
 
 
 def read_weights(hf_param: str | dict[str, str], state: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """The checkpoint tensors of one Megatron parameter, FP8 weights multiplied by their block scales.
+    """Returns the checkpoint tensors of one Megatron parameter, FP8 weights multiplied by their block scales.
 
     Args:
         hf_param: a checkpoint name, or names by role.
@@ -143,7 +144,8 @@ def _read_weight(name: str, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def dequantise(weight_MN: Tensor, scales_mn: Tensor) -> Tensor:
-    """float32 [M, N]: an FP8 weight times the scale of its 128 x 128 block; scales are [ceil(M/128), ceil(N/128)]."""
+    """Returns an FP8 weight times the scales of its 128 x 128 blocks, float32 [M, N]; scales are [ceil(M/128),
+    ceil(N/128)]."""
     rows, columns = weight_MN.shape
     scales = scales_mn.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return weight_MN.float() * scales
@@ -153,10 +155,10 @@ def dequantise(weight_MN: Tensor, scales_mn: Tensor) -> Tensor:
 
 
 def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The multi-token-prediction tensors of a checkpoint as they are stored, FP8 weights as bfloat16.
+    """Yields the multi-token-prediction tensors of a checkpoint as they are stored, FP8 weights as bfloat16.
 
-    They are not trained: an export takes them from here, so that it is whole for an engine that drafts with them. With
-    the policy's training they become stale, which costs accepted drafts and never correctness.
+    These tensors are not trained: an export takes them from the checkpoint, so that it is whole for an engine that
+    drafts with them. With the policy's training they become stale, which costs accepted drafts and never correctness.
     """
     state = _LazyState(hf_path)
     for name in state:
@@ -185,7 +187,7 @@ class _LazyState(Mapping[str, Tensor]):
 
 
 def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> None:
-    """Raises where a checkpoint holds tensors that are neither loaded nor knowingly left out.
+    """Raises `CheckpointError` if a checkpoint has tensors that are neither loaded nor knowingly left out.
 
     Args:
         config: content of its Hugging Face config.

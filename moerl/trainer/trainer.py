@@ -34,28 +34,31 @@ from moerl.trainer.shards import local_shards
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScores:
-    """Detached per-row results of one microbatch; on the device until the step is proved, then on the CPU.
-
-    logprobs_T: float32, nats; the trainer's log-prob of each target under the distribution it was drawn from.
-    entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the full vocabulary, or None.
-    losses_T, weights_T, kl_T: float32 or None; loss, correction and KL to the reference of each token.
-    layers_differing_T: int32; MoE layers whose natural choice differs from the recorded one (0 without routing).
-    kept: the sets that rows were scored in, or None; the trainer takes them out once it has their checksum.
-    """
+    """Detached per-row results of one microbatch; on the device until the step is proved, then on the CPU."""
 
     logprobs_T: Tensor
+    """float32, nats; the trainer's log-prob of each target under the distribution it was drawn from."""
     entropy_T: Tensor
+    """float32, nats; entropy of that distribution."""
     clipped_T: Tensor | None = None
+    """bool; True if the loss cut the token's gradient. None if the loss does not report it."""
     full_logprobs_T: Tensor | None = None
+    """float32, nats; over the full vocabulary. None unless asked for."""
     losses_T: Tensor | None = None
+    """float32; loss of each token before any denominator. None without a loss."""
     weights_T: Tensor | None = None
+    """float32; correction of each token. None if the loss does not report it."""
     kl_T: Tensor | None = None
+    """float32, nats; KL to the reference. None without a reference."""
     layers_differing_T: Tensor | None = None
+    """int32; MoE layers whose natural choice differs from the recorded one (0 without routing). None until the schedule
+    has ended."""
     kept: KeptRows | None = None
+    """Sets that rows were scored in; None outside of sets, and once the trainer has their checksum."""
 
 
 class LossFunction(Protocol):
-    """Turns the last hidden states of one microbatch into its share of the batch's loss and its per-row results.
+    """Function from the last hidden states of one microbatch to its share of the batch's loss and its per-row results.
 
     Called on the last pipeline stage alone, with this rank's rows (T / tensor of them under sequence parallelism) and
     the head over the ids that are sampled. The loss of a step is the sum over microbatches, data-parallel and
@@ -67,36 +70,36 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One training step of this rank.
-
-    rows: per microbatch, on the last pipeline stage; empty elsewhere. update: None after a forward-only pass.
-    rows_verified: routing rows proved on this rank (rows x layers x phases). expert_load_LE: int64, tokens per expert
-    of this rank's rows and layers; the sum over all ranks counts every token once. agreement_LS: float64, sums of
-    `moerl.algorithms.agreement.STATISTICS` over the same rows; live_rows_L: int64, rows left to the router.
-    """
+    """One training step of this rank."""
 
     rows: list[RowScores]
+    """Results per microbatch, on the last pipeline stage; empty on others."""
     update: UpdateReport | None
+    """Report of the update; None after a forward-only pass."""
     rows_verified: int
+    """Routing rows proved on this rank (rows x layers x phases)."""
     expert_load_LE: Tensor
+    """int64; tokens per expert of this rank's rows and layers. The sum over all ranks counts every token once."""
     agreement_LS: Tensor
+    """float64; sums of `moerl.algorithms.agreement.STATISTICS` over the same rows."""
     live_rows_L: Tensor
+    """int64; rows left to the router."""
 
 
 class MegatronTrainer:
-    """Trains and scores one policy.
+    """Trainer and scorer of one policy.
 
     Args:
         model: of the Hugging Face directory whose weights the policy starts from.
-        this rank's coordinates.
-        options: how to build the model.
+        layout: this rank's coordinates.
+        options: of building the model.
         optimizer: optimizer settings; None for a model that is only read (a reference).
         total_steps: updates of the learning-rate schedule.
-        state: where the optimizer's state is.
+        state: places of the optimizer's state.
 
     Attributes:
         layout: this rank's coordinates, with the MoE layers that it holds.
-        watch: told as a microbatch begins how many began before it, and of how many.
+        watch: called when a microbatch begins, with the number of those before it and of all in the pass; None = not.
     """
 
     def __init__(
@@ -127,13 +130,13 @@ class MegatronTrainer:
         self._weights = DeviceMemory((each for chunk in self.model.chunks for each in chunk.parameters()), kept=True)
 
     def give_back(self) -> None:
-        """Frees the memory of gradients, and what torch keeps of activations, for others on the device."""
+        """Frees the memory of gradients, and memory that torch caches, for other processes on the device."""
         if self.optimizer is not None:
             self.optimizer.give_back_gradients()
         torch.cuda.empty_cache()
 
     def rest(self) -> None:
-        """Frees the memory of the weights, too; they are in host memory until a method needs them."""
+        """Frees the memory of weights and gradients; weights are in host memory until a method needs them."""
         self._weights.give_back()
         self.give_back()
 
@@ -154,10 +157,10 @@ class MegatronTrainer:
         prove: bool = True,
         in_sets: bool = False,
     ) -> list[RowScores]:
-        """A forward-only pass. Leaves gradients, optimizer and replay state as they were. Arguments as in `step`.
+        """Runs a forward-only pass. Leaves gradients, optimizer and replay state as they were. Arguments as in `step`.
 
         Returns:
-            Per microbatch on the last pipeline stage; empty elsewhere.
+            Results per microbatch on the last pipeline stage; empty on others.
         """
         report, _ = self._run(batches, loss, Replay(enforce, prove, in_sets=in_sets), training=False)
         return report.rows
@@ -165,7 +168,8 @@ class MegatronTrainer:
     def score_and_record(
         self, batches: Sequence[Microbatch], loss: LossFunction, *, in_sets: bool = False
     ) -> tuple[StepReport, RecordedRouting]:
-        """`score` with the trainer's own routing, as a report, and that routing for later passes to enforce."""
+        """Does `score` with the trainer's own routing; returns a report, and that routing for later passes to
+        enforce."""
         report, recorded = self._run(batches, loss, Replay(record=True, in_sets=in_sets), training=False)
         assert recorded is not None
         return report, recorded
@@ -188,16 +192,16 @@ class MegatronTrainer:
         prove: bool = True,
         in_sets: bool = False,
     ) -> StepReport:
-        """Forward, backward, proof, update.
+        """Runs forward and backward, proof, and update.
 
         Args:
             batches: this rank's shares; equally many on every rank.
             enforce: replay recorded routing. prove: and prove, before the update, that it reached the dispatchers.
-            in_sets: tokens are to be scored in their kept sets; a loss that does not hand them over is refused.
+            in_sets: tokens have to be scored in their kept sets; a loss that does not return the sets is refused.
 
         Raises:
-            UnprovedError: on every rank, where on one routing was not enforced as recorded, or sequences attended to
-                other tokens or were scored in other sets than those recorded. No update was applied.
+            UnprovedError: on every rank, if on one of them routing was not enforced as recorded, or sequences attended
+                to other tokens or were scored in other sets than those recorded. No update was applied.
             ReplayError: a router bypassed the hook on this rank.
         """
         assert self.optimizer is not None
@@ -225,7 +229,7 @@ class MegatronTrainer:
         training: bool,
         scale: Tensor | float = 0.0,
     ) -> tuple[StepReport, RecordedRouting | None]:
-        """One schedule, without the update; and the routing recorded, where that was asked for."""
+        """Runs one schedule, without the update; returns its report, and the recorded routing if `what.record`."""
         self._weights.take_back()
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
@@ -248,7 +252,7 @@ class MegatronTrainer:
         *,
         scale: Tensor | float = 0.0,
     ) -> None:
-        """Megatron's schedule for this layout: none, 1F1B or interleaved. Fills `rows` by microbatch."""
+        """Runs Megatron's schedule for this layout: none, 1F1B or interleaved. Fills `rows` by microbatch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(microbatches: Iterator[int], module: Any) -> tuple[Tensor, Any]:
@@ -282,11 +286,11 @@ class MegatronTrainer:
             )
 
     def last_hidden(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
-        """Returns the inputs of the language-model head, per microbatch, without gradient: all that a reference model
-        is for.
+        """Returns the inputs of the language-model head, per microbatch, without gradient. A reference model is used
+        for these alone.
 
-        [T / tensor, H] each on the last pipeline stage; empty elsewhere. Losses let them enter `head` one microbatch at
-        a time.
+        [T / tensor, H] each on the last pipeline stage; empty on others. Losses pass them to `Head.enter` one
+        microbatch at a time.
         """
         kept: list[Tensor] = []
 
@@ -298,28 +302,28 @@ class MegatronTrainer:
         return kept
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under Hugging Face names. A collective: every rank must iterate to the end."""
+        """Yields full weights under Hugging Face names. A collective: every rank must iterate to the end."""
         self._weights.take_back()
         if self.optimizer is not None:
             self.optimizer.finish_weights()
         return self.model.export()
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
+        """Returns this rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
         self._weights.take_back()
         if self.optimizer is not None:
             self.optimizer.finish_weights()
         return local_shards(self.model.chunks, self.layout)
 
     def stage(self) -> StagedState:
-        """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""
+        """Copies model, optimizer, schedule and random state to host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
         self._weights.take_back()
         self.optimizer.finish_weights()
         return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
 
     def restore(self, folder: Path) -> None:
-        """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
+        """Loads a checkpoint of trainers of this or another parallel layout, and goes on from it. A collective.
 
         Raises:
             CheckpointError: the checkpoint is of another model; parts of it may have been loaded, so this trainer is
@@ -332,7 +336,7 @@ class MegatronTrainer:
 
 
 def _on_host(scored: Sequence[RowScores], others: Sequence[Tensor]) -> tuple[list[RowScores], list[Tensor]]:
-    """Results of a step in host memory, in one copy."""
+    """Returns results of a step in host memory, copied at once."""
     names = [field.name for field in fields(RowScores) if field.name != "kept"]
     places = [(at, name) for at, rows in enumerate(scored) for name in names if getattr(rows, name) is not None]
     values = transfers.to_host([*(getattr(scored[at], name) for at, name in places), *others])
@@ -343,6 +347,6 @@ def _on_host(scored: Sequence[RowScores], others: Sequence[Tensor]) -> tuple[lis
 
 
 def _no_loss(hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
-    """Scores nothing: for passes that are made for what they leave behind."""
+    """Scores nothing: for passes of which only the routing or the hidden states are used."""
     nothing = torch.zeros(0)
     return hidden_tH.new_zeros(()), RowScores(nothing, nothing)

@@ -1,7 +1,7 @@
 """Copies between host and device that the host does not wait for. Runs in every trainer rank.
 
-A copy from or to ordinary host memory stops the host until the device has come that far. These go through pinned
-memory. On a CPU there is nothing to copy to: tensors own their memory all the same, so that nobody writes into a batch.
+A copy from or to ordinary host memory stops the host until the device has done it. These copies go through pinned
+memory. On a CPU `to_device` copies, too, so that nobody writes into a batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moerl.trainer import platform
 
 
 def to_device(array: NDArray[Any]) -> Tensor:
-    """The array as a tensor on the device of this rank, there for whatever is launched next."""
+    """Returns the array as a tensor on the device of this rank; kernels that are launched next can read it."""
     return transfer({"array": array}, platform.device())["array"]
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory, detached. The host waits once, for all of them."""
+    """Returns the tensors in host memory, detached. The host waits once, for all of them."""
     if all(tensor.device == HOST for tensor in tensors):
         return [tensor.detach() for tensor in tensors]
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -35,12 +35,13 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Upload:
-    """Arrays on their way to the device, beside what it computes.
+    """Copy of arrays to the device during its computations.
 
     Args:
-        arrays: copied before this returns, as far as pinned memory.
+        arrays: copied to pinned memory before the constructor returns.
 
-    Keep it until the host has waited for what reads the tensors: their memory belongs to another stream.
+    Keep this object until the host has waited for the kernels that read the tensors: their memory belongs to another
+    stream.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
@@ -55,7 +56,7 @@ class Upload:
             self._ready = stream.record_event()
 
     def arrive(self) -> list[Tensor]:
-        """The tensors; what is launched next on the current stream runs once they are there."""
+        """Returns the tensors; kernels that are launched next on the current stream wait for them."""
         if self._ready is not None:
             torch.cuda.current_stream().wait_event(self._ready)
         return self._tensors

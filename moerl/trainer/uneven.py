@@ -1,8 +1,8 @@
-"""Gathering and reduce-scattering of uneven slices on gloo, which takes even ones only.
+"""Gathering and reduce-scattering of uneven slices on gloo, which accepts even ones only.
 
-Runs in every trainer rank without CUDA; called by `moerl.trainer.platform.prepare`. Experts that are cut over tensor
-ranks and dealt out over others as well (`parallel.expert_tensor` and `parallel.expert` above 1) get different numbers
-of rows on the ranks that share an expert. NCCL exchanges them as they are; here every slice is padded to the longest.
+Runs in every trainer rank without CUDA; called by `moerl.trainer.platform.prepare`. If experts are cut over some ranks
+and spread over others (`parallel.expert_tensor` and `parallel.expert` above 1), the ranks that share an expert have
+different numbers of rows. NCCL exchanges them as they are; here every slice is padded to the longest.
 
 Goes when gloo's `all_gather` and `reduce_scatter` take tensors of different sizes.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def replace_collectives() -> None:
-    """Makes Megatron's two collectives along the first dimension use these where it names split sizes."""
+    """Makes Megatron's two collectives along the first dimension use those of this module if it passes split sizes."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -42,7 +42,7 @@ def replace_collectives() -> None:
 
 
 def gather_uneven(local: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """[sum(sizes), ...]: the slices of all ranks, in rank order. local: [sizes of this rank, ...]."""
+    """Returns the slices of all ranks, in rank order: [sum(sizes), ...]. local: [sizes of this rank, ...]."""
     padded = _padded(local, max(sizes))
     slices = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(slices, padded, group=group)
@@ -50,7 +50,8 @@ def gather_uneven(local: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_scatter_uneven(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """[sizes of this rank, ...]: this rank's slice of the sum over ranks. whole: [sum(sizes), ...] on every rank."""
+    """Returns this rank's slice of the sum over ranks: [sizes of this rank, ...]. whole: [sum(sizes), ...] on every
+    rank."""
     longest = max(sizes)
     padded = torch.cat([_padded(each, longest) for each in whole.split(list(sizes))])
     own = whole.new_empty(longest, *whole.shape[1:])
