@@ -9,7 +9,7 @@ from moerl.models.description import ModelDescription, describe
 
 
 def architecture_config(architecture: ArchitectureConfig, *, vocab_size: int) -> dict[str, Any]:
-    """The config of a Qwen3-MoE without dense layers."""
+    """Returns the config of a Qwen3-MoE without dense layers."""
     return {
         "model_type": "qwen3_moe",
         "vocab_size": vocab_size,
@@ -33,5 +33,5 @@ def architecture_config(architecture: ArchitectureConfig, *, vocab_size: int) ->
 
 
 def describe_architecture(architecture: ArchitectureConfig) -> ModelDescription:
-    """The model, with the largest vocabulary that it may have."""
+    """Describes the model, with the largest vocabulary that it may have."""
     return describe(architecture_config(architecture, vocab_size=architecture.vocab_size), "model.architecture")

@@ -1,7 +1,7 @@
-"""``resume=auto``: goes on with the run in `run_dir` where there is one, and starts it where there is none. Torch-free.
+"""``resume=auto``: goes on with the run in `run_dir` if there is one, and starts it if there is none. Torch-free.
 
-What a requeued job needs: the command line that started a run also goes on with it. Runs in the command line; ranks get
-what it was resolved to, because the run directory looks different once the controller has begun.
+A requeued job needs this: the command line that started a run also goes on with it. Runs in the command line; ranks get
+the resolved overrides, because the run directory looks different once the controller has begun.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ AUTO = "resume=auto"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """overrides: without ``resume=auto``. notes: what a user should know about them."""
+    """A command line without ``resume=auto``."""
 
     overrides: list[str]
+    """Overrides in the order given; of a run that goes on ``resume=RUN_DIR`` first."""
     notes: list[str] = field(default_factory=list)
+    """Lines for the user: keys that keep the run's value although the recipe has another one."""
 
     @property
     def goes_on_unchanged(self) -> bool:
-        """True where a run goes on and no key is other than before."""
+        """True if a run goes on and no key changes."""
         return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
 
 
 def stored_run(overrides: Sequence[str]) -> RunConfig | None:
-    """The configuration of the run that is in ``run_dir=DIR`` already; None where there is none. Raises `ConfigError`
-    where it cannot be read."""
+    """Returns the configuration of the run that is in ``run_dir=DIR`` already; None if there is none. Raises
+    `ConfigError` if it cannot be read."""
     given = [parse_override(text) for text in overrides if text.startswith("run_dir=")]
     stored = Path(str(given[0].value)) / CONFIG_FILE if given else None
     return load_resolved(stored) if stored is not None and stored.exists() else None
 
 
 def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
-    """The overrides of a command line, with ``resume=RUN_DIR`` or without in the place of ``resume=auto``.
+    """Returns the overrides of a command line with ``resume=RUN_DIR``, or nothing, in place of ``resume=auto``.
 
     Keys of the command line that are as the run has them are left away. The others stay, so that the rules of a run
     that goes on apply to them.

@@ -96,7 +96,7 @@ def check_model_fits(config: RunConfig) -> None:
 
 
 def _check_room_to_build(config: RunConfig) -> None:
-    """A model to build is made in float32 in the memory of one process."""
+    """Checks that this machine can hold a model to build, which one process makes in float32."""
     if config.model.architecture is None:
         return
     needed = 4 * total_parameters(describe_architecture(config.model.architecture))
@@ -111,7 +111,7 @@ def _check_room_to_build(config: RunConfig) -> None:
 
 
 def _check_own_tokenizer(config: RunConfig) -> None:
-    """The directory of `model.tokenizer` has a tokenizer. A run that goes on has a copy, in the model that it built."""
+    """Checks the directory of `model.tokenizer`, unless the run goes on: the model that it built has a copy."""
     if config.model.tokenizer is not None and not (config.run_dir / INITIAL_MODEL).exists():
         check_tokenizer(config.model.tokenizer, "model.tokenizer")
 
@@ -188,7 +188,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_layout(config: RunConfig, sizes: ModelDescription | None) -> None:
-    """Megatron can run the layout: with this model, and with what a step brings. `sizes` None: not known yet."""
+    """Checks that Megatron can run the layout with this model and the work of a step. sizes: None = not known yet."""
     load = layout_load(config) if sizes is not None else None
     dims = config.parallel.dims
     problems = layout_problems(dims, sizes, load)
@@ -207,7 +207,7 @@ def _check_layout(config: RunConfig, sizes: ModelDescription | None) -> None:
 
 
 def describe_model(config: RunConfig) -> ModelDescription:
-    """The model to build, or of the directory to start from. Raises `ConfigError` as `read_model`."""
+    """Describes the model to build, or that of the directory to start from. Raises `ConfigError` as `read_model`."""
     if config.model.architecture is not None:
         return describe_architecture(config.model.architecture)
     assert config.model.path is not None
@@ -227,7 +227,7 @@ def layout_load(config: RunConfig) -> LayoutLoad:
 
 
 def _check_sizes(config: RunConfig, sizes: ModelDescription) -> None:
-    """The layout fits the model, and the longest response leaves room for a prompt."""
+    """Checks that the layout fits the model, and that the longest response leaves room for a prompt."""
     _check_layout(config, sizes)
     check_experts_of_server(config.rollout, sizes)
     longest = config.rollout.max_new_tokens
@@ -357,7 +357,7 @@ def _check_stages(config: RunConfig) -> None:
 
 
 def _check_reader(config: RunConfig, command: str) -> None:
-    """`rollout` and `eval` read a model that exists, in one process."""
+    """Checks that `rollout` and `eval` have a model to read, and one process."""
     if config.model.path is None:
         raise ConfigError(
             f"model.path: moerl {command} needs trained weights",

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for).
-
-    keys: keys and sections that matter for it; empty where all do. first_keys: keys of a first run, which a help of one
-    screen lists; empty if there is no such help.
-    """
+    """Help text of one command."""
 
     summary: str
+    """One line."""
     text: str
+    """What the command does and leaves behind, in several lines."""
     examples: tuple[tuple[str, str], ...]
+    """(command line, what it is for)."""
     keys: tuple[str, ...] = ()
+    """Keys and sections that matter for the command; empty if all do."""
     first_keys: tuple[str, ...] = ()
+    """Keys of a first run, which a help of one screen lists; empty if there is no such help."""
 
 
 _SAMPLING = ("rollout.dtype", "rollout.max_running", "rollout.max_new_tokens")
@@ -25,7 +26,7 @@ _SAMPLING = ("rollout.dtype", "rollout.max_running", "rollout.max_new_tokens")
 
 COMMANDS = {
     "train": CommandText(
-        "post-train a model: cold start where the recipe has one, then reinforcement learning",
+        "post-train a model: cold start if the recipe has one, then reinforcement learning",
         "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
         "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
         "checkpoints, rollouts in Parquet, PNG curves and report.html.",
@@ -221,7 +222,7 @@ VERIFY = CommandText(
     "compare a run's dumped rollouts with transformers and with the trainer",
     "Replays rollouts with the recorded experts and kept sets through transformers and through the Megatron trainer,\n"
     "one after the other in one process, and compares both with the engine's log-probs: a table per MoE layer and one\n"
-    "per trajectory. The status is 1 where two log-probs of a token differ by more than the tolerance.",
+    "per trajectory. The status is 1 if two log-probs of a token differ by more than the tolerance.",
     (
         ("moerl verify runs/wide/rollouts/step-000001.parquet --model runs/wide/cold_start", "rollouts of version 0"),
         (
@@ -235,7 +236,7 @@ DOCTOR = CommandText(
     "look at an installation and a machine before a run, and say what to mend",
     "Looks at packages, GPUs, servers, keys, sockets, ports, disk and, with keys of a run, at what that run needs.\n"
     "Each look is green, yellow (a run works, and this is worth knowing) or red, with what was seen, what was\n"
-    "expected and a remedy. The status is 1 where one is red. Starts no run and leaves nothing behind, but with\n"
+    "expected and a remedy. The status is 1 if one is red. Starts no run and leaves nothing behind, but with\n"
     "--shared a small file for each node.",
     (
         ("moerl doctor", "of this installation and machine"),
@@ -252,7 +253,7 @@ WATCH = CommandText(
     "show how a run goes while it goes: rewards, mismatch, coverage, queue, alerts",
     "Reads the run directory alone: the last steps, the mismatch as trained and as a table, rows without captured\n"
     "routing, staleness, queue, rollouts by their end, throughput and time left, and what is alarming. Refreshes as\n"
-    "steps come; ends with the run, or by Ctrl-C. Lines instead of a display where there is no terminal.",
+    "steps come; ends with the run, or by Ctrl-C. Lines instead of a display if there is no terminal.",
     (
         ("moerl watch runs/wide", "until the run ends"),
         ("moerl watch runs/wide --once", "as it is now"),
@@ -264,7 +265,7 @@ CONFORMANCE = CommandText(
     "Asks an engine for routes, kept sets, log-probs and seeds in the ways in which they go wrong: batches, prefix\n"
     "caches, long prompts, retraction, aborts, resumed answers, turns. ENGINE is http://HOST:PORT of an SGLang\n"
     "server, with our patches or without, the server.json of a `moerl serve`, or embedded:HF_DIR. The status is 1\n"
-    "where a check failed. Weights are replaced only with --update-weights, and put back.",
+    "if a check failed. Weights are replaced only with --update-weights, and put back.",
     (
         ("moerl conformance runs/serve/server.json", "a server of `moerl serve`"),
         ("moerl conformance runs/serve/server.json --model HF_DIR", "against transformers, too"),

@@ -35,10 +35,12 @@ DEFAULT_RECIPE = "laptop"
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One ``key=value``; `text` is without a leading ``+``."""
+    """One ``key=value``."""
 
     text: str
+    """As given, without a leading ``+``."""
     override: Override
+    """As Hydra reads the text."""
 
     @property
     def key(self) -> str:
@@ -51,27 +53,30 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class SweptOverrides:
-    """Overrides of several runs. common: of all of them. keys: that differ, in the order given. points: of each run,
-    the text of its values, in the order of keys; the last key changes first."""
+    """Overrides of several runs."""
 
     common: tuple[str, ...]
+    """Overrides of all runs."""
     keys: tuple[str, ...]
+    """Keys that differ between runs, in the order given."""
     points: tuple[tuple[str, ...], ...]
+    """By run, the texts of its values, in the order of `keys`; the last key changes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeValues:
-    """Groups and keys that a recipe sets. groups: the option it takes of each config group. keys: by dotted path, the
-    value of each key that would have another one without the recipe."""
+    """Groups and keys that a recipe sets."""
 
     groups: dict[str, str]
+    """By config group, the option that the recipe takes."""
     keys: dict[str, Any]
+    """By dotted path, the value of each key that would have another one without the recipe."""
 
 
 def compose_values(
     overrides: Sequence[str], *, config_dir: Path | None = None, stand_ins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The composed, resolved values as plain data; `run_dir` may still be null. Raises `ConfigError`.
+    """Returns the composed, resolved values as plain data; `run_dir` may still be null. Raises `ConfigError`.
 
     Args:
         stand_ins: by dotted path, values for mandatory keys that nobody gave.
@@ -99,12 +104,12 @@ def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The keys and groups that overrides set."""
+    """Returns the keys and groups that overrides set."""
     return [parse_override(text).key for text in overrides]
 
 
 def chosen_recipe(overrides: Sequence[str]) -> str | None:
-    """The recipe that the overrides name, None where they leave it to the default."""
+    """Returns the recipe that the overrides name; None if they leave it to the default."""
     named = [parsed.value for parsed in map(parse_override, overrides) if parsed.key == "recipe"]
     return str(named[-1]) if named else None
 
@@ -141,7 +146,7 @@ def parse_override(text: str) -> Parsed:
 
 
 def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
-    """The runs of a sweep, in the syntax of Hydra's basic sweeper: ``key=1,2,3``, ``key=choice(a,b)``,
+    """Returns the runs of a sweep, in the syntax of Hydra's basic sweeper: ``key=1,2,3``, ``key=choice(a,b)``,
     ``key=range(1,4)``; every value of a key with every one of the others.
 
     Raises:
@@ -168,7 +173,7 @@ def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
 
 
 def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:
-    """The key of an override, and the texts of its values; None where it takes one."""
+    """Returns the key of an override, and the texts of its values; None if it gives only one."""
     try:
         override = OverridesParser.create().parse_override(text.lstrip("+"))
     except HydraException:
@@ -188,14 +193,14 @@ def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _unescaped(key: str, value: str) -> str:
-    """The value without the escapes of colons, which Hydra writes and does not need outside of mappings."""
+    """Removes the escapes of colons, which Hydra writes and does not need outside of mappings."""
     plain = value.replace("\\:", ":")
     is_same = parse_override(f"{key}={plain}").value == parse_override(f"{key}={value}").value
     return plain if is_same else value
 
 
 def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """The options of every config group, the user's own included.
+    """Returns the options of every config group, the user's own included.
 
     Raises:
         ConfigError: `config_dir` is not a directory, or one of its files has the name of a built-in one.
@@ -233,12 +238,12 @@ def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Plain data as YAML."""
+    """Writes plain data as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a resolved configuration file. Raises `ConfigError`."""
+    """Reads the values of a resolved configuration file. Raises `ConfigError`."""
     if not path.is_file():
         inside = path.parent.is_file()
         raise ConfigError(
@@ -261,7 +266,7 @@ def read_values(path: Path) -> dict[str, Any]:
 def _compose(
     overrides: Sequence[str], config_dir: Path | None, *, with_hydra: bool = False, recipe: bool = True
 ) -> DictConfig:
-    """Hydra's composition. with_hydra: with its own keys, which say what was chosen. recipe: False leaves it out."""
+    """Returns Hydra's composition. with_hydra: with its own keys, which hold the choices. recipe: False = no recipe."""
     groups = config_groups(config_dir)
     arguments = [_argument(parse_override(text), groups) for text in overrides]
     if not recipe:
@@ -274,7 +279,7 @@ def _compose(
 
 @contextmanager
 def _configuration_errors() -> Iterator[None]:
-    """Errors of the libraries as `ConfigError`."""
+    """Raises errors of the libraries as `ConfigError`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -291,7 +296,7 @@ def _near_option(option: str, options: list[str]) -> str:
 
 
 def _as_assignment(text: str) -> str:
-    """How what was meant by a word without = is written."""
+    """Returns the remedy for a word without =: how to write what it may mean."""
     groups = [group for group, options in config_groups().items() if text in options]
     if groups:
         return f"did you mean {' or '.join(f'{group}={text}' for group in groups)}?"
@@ -301,7 +306,7 @@ def _as_assignment(text: str) -> str:
 
 
 def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
-    """The override in the form in which Hydra applies it: an option of a group, or a value set whatever was there."""
+    """Returns the override as Hydra applies it: an option of a group, or ``++`` to set a value whatever was there."""
     if parsed.key in groups:
         option = parsed.value
         if option not in groups[parsed.key]:
@@ -318,7 +323,7 @@ def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
-    """Plain data with interpolations resolved; a mandatory value that is missing is named."""
+    """Returns plain data, interpolations resolved. Raises `ConfigError` for a mandatory value that is missing."""
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -329,7 +334,7 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(composed: DictConfig) -> dict[str, Any]:
-    """Every value by dotted path, interpolations and missing values as they are written."""
+    """Returns every value by dotted path, interpolations and missing values as they are written."""
     found: dict[str, Any] = {}
 
     def walk(values: Any, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory of an embedded engine on the GPU that a rank of the trainer has, too. Pure, torch-free; the controller.
+"""Memory of an embedded engine on the GPU that the first trainer rank uses, too. Pure, torch-free; the controller.
 
 On one device both have to fit from the start: the engine keeps its weights and its key-value cache while the trainer
 works. Prompts are not known yet; each slot is counted with room for `PROMPT_TOKENS` of them.
@@ -59,7 +59,7 @@ def check_shared_device(config: RunConfig, sizes: ModelDescription, device_bytes
     ways = ["rollout.max_running", "rollout.max_new_tokens"] + ["trainer.microbatch_tokens"] * has_trainer
     more = ", trainer.recompute=full, more devices (`moerl plan memory` shows layouts)" if has_trainer else ""
     raise ConfigError(
-        "rollout: the embedded engine does not fit on its GPU" + (", where the trainer is, too" if has_trainer else ""),
+        "rollout: the embedded engine does not fit on its GPU" + (", together with the trainer" if has_trainer else ""),
         seen=f"{trainer}an engine with {sum(engine.values()) / _GIB:.1f} GiB ({parts})",
         expected=f"at most {usable / _GIB:.1f} GiB together, {USABLE_SHARE:.0%} of {device_bytes / _GIB:.1f} GiB",
         remedy=f"lower {', '.join(ways)}{more}, or take servers on GPUs of their own: rollout=sglang",

@@ -17,11 +17,11 @@ from moerl.tasks.rewards.section import Reward
 
 
 def explain(error: ValidationError) -> ConfigError:
-    """The first error in full; the paths of further ones are named in the same line."""
+    """Returns the first error in full; its remedy names the paths of further ones."""
     details = error.errors(include_url=False)
     unknown_first = sorted(details, key=lambda detail: detail["type"] != "extra_forbidden")
     paths = [dotted(detail["loc"]) for detail in unknown_first]
-    # Of a key that takes one of several types, pydantic tells an error for each of them.
+    # For a key that takes one of several types, pydantic reports an error for each of them.
     same = [detail for detail, path in zip(unknown_first, paths, strict=True) if path == paths[0]]
     explained = [_explain_one(detail) for detail in same]
     first, others = explained[0], [path for path in paths if path != paths[0]]
@@ -37,8 +37,8 @@ def explain(error: ValidationError) -> ConfigError:
 
 
 def unknown_key(path: str) -> ConfigError:
-    """The error for a key that does not exist, with its new name, the key of another trainer's, or the key that was
-    probably meant."""
+    """Returns the error for a key that does not exist, with its new name, our key for that of another trainer, or the
+    key that was probably meant."""
     moved = moved_key(path)
     if moved is not None:
         return moved
@@ -61,8 +61,8 @@ def unknown_key(path: str) -> ConfigError:
 
 
 def dotted(location: tuple[int | str, ...]) -> str:
-    """A pydantic location as a dotted path: without the choice that pydantic puts behind `task` and `rollout`, and
-    without the names of the types that a value can be of."""
+    """Returns a pydantic location as a dotted path: without the choice that pydantic puts behind the sections of
+    `CHOICES`, and without the names of the types that a value can be of."""
     parts = [str(part) for part in location]
     if parts and parts[0] in _TAGS and len(parts) > 1:
         del parts[1]
@@ -84,7 +84,7 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
             remedy=f"add {path}=VALUE, or set it in the recipe",
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        # Of the discriminator as pydantic quotes it.
+        # Pydantic quotes the discriminator.
         tag = _TAGS.get(path) or str(context.get("discriminator", "'kind'")).strip("'")
         choices = CHOICES.get(f"{path}.{tag}", _REWARDS)
         return ConfigError(
@@ -121,7 +121,7 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
 
 
 def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
-    """An unknown key; one of another task or engine says which it belongs to."""
+    """Returns the error for an unknown key; for a key of another task or engine it names that one."""
     owners = {key.owner for key in config_keys() if key.path == path}
     section = location[0]
     if section in _TAGS and owners:
@@ -147,4 +147,4 @@ _REWARDS: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(get_args(Reward)[0])
 }
 _TAGS = dict(key.split(".") for key in CHOICES)
-"""Key that says of which kind a section is, by section; only sections that come in several kinds."""
+"""By section, the key that names its kind; only sections that come in several kinds."""

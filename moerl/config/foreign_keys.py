@@ -141,8 +141,8 @@ FOREIGN_KEYS = {"verl": VERL, "slime": SLIME, "TRL": TRL}
 
 
 def counterpart(name: str) -> tuple[str, str] | None:
-    """Returns the trainer that has a key or option of this name, and our key; None if none has. Keys inside of one that
-    holds a mapping count as that one; options are found with and without dashes."""
+    """Returns the trainer that has a key or option of this name, and our key; None if none has. A key inside a mapping
+    counts as the key that holds the mapping; options are found with and without dashes."""
     path = name.partition("=")[0]
     while path:
         for trainer, keys in FOREIGN_KEYS.items():

@@ -19,12 +19,12 @@ _REQUIRED = "???"
 RESUME_TEXT = (
     "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. rl.steps may\n"
     "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not.\n"
-    "  run_dir=DIR resume=auto goes on with the run in DIR, or starts it where there is none."
+    "  run_dir=DIR resume=auto goes on with the run in DIR, or starts it if there is none."
 )
 
 
 def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str:
-    """Config groups with their options, the default one first and marked, and what each option is.
+    """Lists config groups with their options, the default one first and marked, and what each option is.
 
     Args:
         keys: keys and sections whose groups are listed, and the recipes, in a line each; empty lists every group.
@@ -45,7 +45,7 @@ def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str
 
 
 def keys_text(keys: Sequence[str] = ()) -> str:
-    """Keys with their default values, types and meanings, by section.
+    """Lists keys with their default values, types and meanings, by section.
 
     Args:
         keys: keys and sections to list; empty lists every key.
@@ -65,7 +65,7 @@ def keys_text(keys: Sequence[str] = ()) -> str:
 
 
 def first_keys_text(keys: Sequence[str]) -> str:
-    """Keys with their default values, a line each; what a line does not hold of a meaning is left out."""
+    """Lists keys with their default values, a line each; meanings are cut to fit the line."""
     composed = compose_values([])
     known = {key.path: key for key in config_keys()}
     lines = ["first keys (KEY=VALUE; shown with the value they have when nothing else is said):"]
@@ -120,7 +120,7 @@ def _default_options() -> dict[str, str]:
 
 
 def _first_comment(group: str, option: str, config_dir: Path | None) -> str:
-    """The first comment line of an option's file that is not a Hydra directive."""
+    """Returns the first comment line of an option's file that is not a Hydra directive; empty if there is none."""
     folders = [CONFIGS] if config_dir is None else [CONFIGS, config_dir]
     path = next(path for path in (folder / group / f"{option}.yaml" for folder in folders) if path.is_file())
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -130,7 +130,7 @@ def _first_comment(group: str, option: str, config_dir: Path | None) -> str:
 
 
 def _entry(head: str, text: str) -> list[str]:
-    """One entry in two columns; a head that is too long gets a line of its own."""
+    """Returns the lines of an entry in two columns; a head that is too long gets a line of its own."""
     indent = " " * (_KEY_WIDTH + 4)
     wrapped = textwrap.wrap(text, WIDTH - len(indent)) or [""]
     if len(head) > _KEY_WIDTH:

@@ -1,8 +1,8 @@
 """Models by their names on the Hugging Face hub: the one place that turns a name into a directory. Torch-free.
 
 Runs in the command line, before anything else starts; ranks and servers get the directory. The files are those of
-`huggingface_hub`'s cache, which all programs of a user share: HF_HOME says where it is, HF_ENDPOINT which hub is asked,
-HF_HUB_OFFLINE=1 that none is. Nothing is fetched but safetensors files and the small files of `SMALL_FILES`.
+`huggingface_hub`'s cache, which all programs of a user share: HF_HOME names its folder, HF_ENDPOINT the hub to ask;
+HF_HUB_OFFLINE=1 forbids to ask any. Nothing is fetched but safetensors files and the small files of `SMALL_FILES`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL_FILES = (
 """All of a model but its weights."""
 
 ANSWER_SECONDS = 10.0
-"""For the hub to say which commit a name stands for."""
+"""Longest time until the hub has answered which commit a name stands for."""
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(@(?P<revision>[A-Za-z0-9][\w.\-/]*))?", re.ASCII)
 _GB = 1e9
@@ -48,14 +48,14 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the hub at one commit.
-
-    name: as it was given, OWNER/NAME or OWNER/NAME@REVISION. commit: 40 digits. folder: its snapshot in the cache.
-    """
+    """A model of the hub at one commit."""
 
     name: str
+    """As the user gave it, OWNER/NAME or OWNER/NAME@REVISION."""
     commit: str
+    """40 hexadecimal digits."""
     folder: Path
+    """Snapshot of the commit in the cache; its weights may still be missing."""
 
     @property
     def repo(self) -> str:
@@ -66,7 +66,7 @@ class HubModel:
 
 
 def hub_name(given: str) -> str | None:
-    """`given` where it is a name on the hub; None where it is a path: there is such a directory, or it has another
+    """Returns `given` if it is a name on the hub; None if it is a path: there is such a directory, or it has another
     form than OWNER/NAME or OWNER/NAME@REVISION. ``./OWNER/NAME`` is always a path."""
     match = _NAME.fullmatch(given)
     if match is None or ".." in given or Path(given).is_dir():
@@ -76,14 +76,14 @@ def hub_name(given: str) -> str | None:
 
 @cache
 def locate(name: str, commit: str | None = None, key: str = "model.path") -> HubModel:
-    """The model with its small files in the cache; its weights come with `fetch_weights`.
+    """Returns the model, its small files in the cache; `fetch_weights` fetches its weights.
 
-    Where the hub does not answer, the commit that the cache has for the name is taken, and standard error says so.
+    If the hub does not answer, the commit that the cache has for the name is used, and standard error says so.
 
     Args:
-        name: for which `hub_name` is not None.
-        commit: to take whatever the name stands for by now; None for that of the name.
-        key: the key or option that it was given by, for messages.
+        name: one for which `hub_name` is not None.
+        commit: used whatever the name stands for by now; None = that of the name.
+        key: the key or option that gave the name, for messages.
 
     Raises:
         ConfigError: The hub has no such model, does not give it to this user, or cannot be asked and it is not in the
@@ -127,18 +127,18 @@ def _ask(repo: str, revision: str, key: str, name: str) -> bool:
             f"{key}: {name} has no weights in the form of transformers and safetensors",
             seen=", ".join(weights[:5]) or "no weights",
             expected=f"{SINGLE_FILE}, or several files and {INDEX_FILE}",
-            remedy="convert it where its files are trusted, and give the directory",
+            remedy="convert it on a machine where its files are trusted, and give the directory",
         )
     return True
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Names of files of weights that a snapshot has not, by its index; none where it is whole."""
+    """Returns the names of files of weights that a snapshot lacks, by its index; none if it is whole."""
     return [name for name in weight_files(folder) if not (folder / name).is_file()]
 
 
 def fetch_weights(model: HubModel, key: str = "model.path") -> None:
-    """Fetches the weights, unless the cache has all of them; then nothing is asked.
+    """Fetches the weights, unless the cache has all of them; then the hub is not asked.
 
     Raises:
         ConfigError: as `locate`, or there is no room.
@@ -167,11 +167,13 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
 
 
 def with_hub_model(model: ModelConfig, given: object, known: ModelConfig | None = None) -> ModelConfig:
-    """The section of a configuration with a directory as its path.
+    """Returns the section `model` of a configuration with a directory as its path.
 
     Args:
-        model: validated. given: its path as it was written. known: that of a run that goes on, which keeps its commit
-            where the name is the same, wherever that has moved.
+        model: validated section.
+        given: its path as the user wrote it.
+        known: section of the run that goes on, which keeps its commit if the name is the same, whatever the name stands
+            for by now; None for a new run.
 
     Raises:
         ConfigError: as `locate`.
@@ -193,14 +195,14 @@ def with_hub_model(model: ModelConfig, given: object, known: ModelConfig | None 
 
 
 def hub_model(model: ModelConfig) -> HubModel | None:
-    """The model of the hub that a configuration starts from; None where it is none."""
+    """Returns the model of the hub that a configuration starts from; None if it starts from another one."""
     if model.hub is None or model.commit is None or model.path is None:
         return None
     return HubModel(model.hub, model.commit, model.path)
 
 
 def say_model(model: ModelConfig) -> None:
-    """Says on standard error which model of the hub a configuration starts from, where it is one."""
+    """Says on standard error which model of the hub a configuration starts from, if it starts from one."""
     of_hub = hub_model(model)
     if of_hub is not None:
         _say(str(of_hub))
@@ -220,11 +222,11 @@ def prepare_model(model: ModelConfig) -> None:
 
 
 def model_directory(given: str, key: str) -> Path:
-    """The absolute directory that an option names: a directory, or a model of the hub, which is fetched and said on
-    standard error.
+    """Returns the absolute directory that an option names: a directory, or a model of the hub, which is fetched and
+    named on standard error.
 
     Raises:
-        ConfigError: as `locate` and `fetch_weights`. Whether a directory is there is not looked at.
+        ConfigError: as `locate` and `fetch_weights`; none for a directory that is missing.
     """
     name = hub_name(given)
     if name is None:
@@ -240,8 +242,8 @@ def model_directory(given: str, key: str) -> Path:
 
 @contextmanager
 def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
-    """Lines at the beginning and the end. Between them the library draws bars where standard error is a terminal, and
-    there are lines elsewhere."""
+    """Prints lines at the beginning and the end. Between them the library draws bars if standard error is a terminal;
+    if not, a thread prints a line every `HEARTBEAT_SECONDS`."""
     blobs, began, done = model.folder.parent.parent / "blobs", time.monotonic(), threading.Event()
     before = _bytes_in(blobs)
     _say(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
@@ -267,7 +269,7 @@ def _since(began: float) -> str:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Counts the bytes of the files in a folder; those that are renamed meanwhile count as nothing."""
+    """Counts the bytes of the files in a folder; files that are renamed meanwhile count as nothing."""
     total = 0
     for name in os.listdir(folder) if folder.is_dir() else []:
         try:

@@ -74,7 +74,7 @@ def _not_cached(key: str, name: str, error: Any) -> ConfigError:
         + ("HF_HUB_OFFLINE forbids to ask" if offline else "does not answer"),
         seen=f"no directory {Path(name).absolute()}; cache {huggingface_hub.constants.HF_HUB_CACHE}",
         expected="a directory with config.json, or a model of the hub",
-        remedy=f"fetch it where there is a network, into the HF_HOME of this machine: hf download {_arguments(name)};"
+        remedy=f"fetch it on a machine with a network, into the HF_HOME of this one: hf download {_arguments(name)};"
         f" {HOW}",
     )
 
@@ -102,7 +102,7 @@ def _cut(key: str, name: str, error: Any) -> ConfigError:
         f"{key}: {name} could not be fetched",
         seen=_words(error),
         expected="its files in the cache of the hub",
-        remedy="start again, which goes on where it was, once network, room and permissions of HF_HOME are right",
+        remedy="start again once network, room and permissions of HF_HOME are right; what is fetched already is kept",
     )
 
 

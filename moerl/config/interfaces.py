@@ -21,16 +21,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_variables(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that have gloo and NCCL listen on `address` of this machine alone; without those that the user set.
-
-    Empty where no interface has that address.
-    """
+    """Returns the variables that have gloo and NCCL listen on `address` of this machine alone, without those that the
+    user set; none if no interface has that address."""
     interface = interface_of(address)
     return {} if interface is None else {name: interface for name in VARIABLES if not environment.get(name)}
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this IP address; None where there is none, or the system does not say."""
+    """Returns the name of the interface with this IP address; None if there is none, or the system does not say."""
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback:
         return LOOPBACK
@@ -40,7 +38,7 @@ def interface_of(address: str) -> str | None:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine as a server at `host` sees it. Sends nothing."""
+    """Returns the address of this machine as a server at `host` sees it. Sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

@@ -27,26 +27,30 @@ LARGEST_CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class LayoutLoad:
-    """Work for a layout. microbatch_tokens: budget of a packed microbatch. samples: sequences of the smallest optimizer
-    step."""
+    """Work for a layout."""
 
     microbatch_tokens: int
+    """Token budget of a packed microbatch."""
     samples: int
+    """Sequences of the smallest optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """One rule that a layout breaks. key: dotted path of the size to change. what: the rule, as the part of a message
-    that follows the key. seen, expected: the value and what would have been right."""
+    """One rule that a layout breaks."""
 
     key: str
+    """Dotted path of the size to change."""
     what: str
+    """The rule, as the part of a message that follows the key."""
     seen: str
+    """Sizes of the layout that break the rule."""
     expected: str
+    """A value that would be right."""
 
 
 def as_overrides(dims: ParallelDims, asked: ParallelDims | None = None) -> str:
-    """The sizes as overrides that can be pasted behind a command which asks for `asked`."""
+    """Returns the sizes as overrides that can be pasted behind a command which asks for `asked`."""
     asked = asked or ParallelDims()
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     parts = [
@@ -65,7 +69,7 @@ def as_overrides(dims: ParallelDims, asked: ParallelDims | None = None) -> str:
 def layout_problems(
     dims: ParallelDims, sizes: ModelDescription | None = None, load: LayoutLoad | None = None
 ) -> list[BrokenRule]:
-    """The rules that a layout breaks, none where Megatron can run it.
+    """Returns the rules that a layout breaks; none if Megatron can run it.
 
     Args:
         sizes: the model; without it only the rules between parallel sizes are looked at.
@@ -137,7 +141,7 @@ def _of_stages(dims: ParallelDims, sizes: ModelDescription) -> Iterator[BrokenRu
 
 
 def _divided(sizes: ModelDescription) -> Iterator[tuple[str, str, int]]:
-    """(axis, name of the size it splits, that size)."""
+    """Yields (axis, name of the size it splits, that size)."""
     yield "tensor", "num_attention_heads", sizes.num_attention_heads
     if sizes.latent is None:
         packed = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
@@ -184,7 +188,7 @@ def nearest_layouts(
     accept: Callable[[ParallelDims], bool] = lambda dims: True,
     count: int = 3,
 ) -> list[ParallelDims]:
-    """Valid layouts near `asked`, the nearest first; `asked` itself where it is valid and accepted.
+    """Returns valid layouts near `asked`, the nearest first; `asked` itself if it is valid and accepted.
 
     Layouts of as many processes as `asked` has come first, in order of `distance`; then others, in order of distance
     with the change in the number of processes counted as one more axis.
@@ -206,13 +210,13 @@ def nearest_layouts(
 
 
 def distance(left: ParallelDims, right: ParallelDims) -> float:
-    """Sum over the axes of |log2(left / right)|."""
+    """Returns the sum over the axes of |log2(left / right)|."""
     names = ParallelDims.__dataclass_fields__
     return sum(abs(math.log2(getattr(left, name) / getattr(right, name))) for name in names)
 
 
 def _order(asked: ParallelDims, dims: ParallelDims) -> tuple[float, float, tuple[int, ...]]:
-    """By distance; among equals fewer changed axes, then smaller sizes, so that the order is always the same."""
+    """Sorts by distance; among equals fewer changed axes, then smaller sizes, so that the order is always the same."""
     sizes = tuple(getattr(dims, name) for name in ParallelDims.__dataclass_fields__)
     changed = sum(getattr(dims, name) != getattr(asked, name) for name in ParallelDims.__dataclass_fields__)
     processes = abs(math.log2(dims.world_size / asked.world_size))
@@ -222,8 +226,8 @@ def _order(asked: ParallelDims, dims: ParallelDims) -> tuple[float, float, tuple
 def _valid_dims(
     asked: ParallelDims, sizes: ModelDescription, load: LayoutLoad | None, world_size: int | None
 ) -> Iterator[ParallelDims]:
-    """Every valid layout of `world_size` processes; where that is None, with the asked data size, the smallest, or as
-    many replicas as the asked processes hold."""
+    """Yields every valid layout of `world_size` processes; if that is None, of the asked data size, the smallest one,
+    or as many replicas as the asked processes hold."""
     divided = list(_divided(sizes))
     widths = {axis: math.gcd(*(value for a, _, value in divided if a == axis)) for axis, _, _ in divided}
     tensors = [size for size in _divisors(widths["tensor"]) if not any(_of_model(ParallelDims(tensor=size), sizes))]
@@ -254,7 +258,7 @@ def _valid_dims(
 
 
 def _pipelines(asked: ParallelDims, sizes: ModelDescription) -> list[int]:
-    """Pipeline sizes looked at when layouts are proposed: even ones, powers of two, and the one asked for."""
+    """Returns the pipeline sizes to propose: divisors of the layers, powers of two, and the size asked for."""
     layers = sizes.num_layers
     powers = {2**i for i in range(layers.bit_length())}
     return sorted(size for size in {asked.pipeline, *powers, *_divisors(layers)} if size <= layers)
@@ -265,6 +269,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def propose(asked: ParallelDims, sizes: ModelDescription, load: LayoutLoad | None = None) -> str:
-    """The remedy for a layout that cannot run: near layouts that can, as overrides; empty where there is none."""
+    """Returns the remedy for a layout that cannot run: near layouts that can, as overrides; empty if there is none."""
     near = nearest_layouts(asked, sizes, load)
     return "; or ".join(f"{as_overrides(dims, asked)} ({dims.world_size} processes)" for dims in near)

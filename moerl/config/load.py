@@ -33,13 +33,14 @@ CONFIG_FILE = "config.yaml"
 def load_config(
     overrides: Sequence[str], *, command: str, config_dir: Path | None = None, known_model: ModelConfig | None = None
 ) -> RunConfig:
-    """The validated configuration of a command. A model of the hub is a directory in it, with its small files.
+    """Returns the validated configuration of a command. A model of the hub is a directory in it, with its small files.
 
     Args:
         overrides: ``group=option``, ``key=value`` and ``resume=RUN_DIR`` as on the command line.
         command: the command that will run (`moerl.config.checks.COMMANDS`).
         config_dir: a directory with groups of the user's own, for example ``recipe/mine.yaml``.
-        known_model: of the run that these overrides started; a model of the hub by the same name stays at its commit.
+        known_model: section of the run that these overrides started; a model of the hub by the same name stays at its
+            commit. None for a new run.
 
     Raises:
         ConfigError: Unknown key or option, wrong type, impossible combination, a file that is not there.
@@ -57,7 +58,7 @@ def load_config(
 
 
 def load_plan(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
-    """The configuration that `moerl train` would run with, for a plan: the task need not be named.
+    """Returns the configuration that `moerl train` would run with, for a plan: the task need not be named.
 
     Raises:
         ConfigError: as `load_config`; ``resume=`` is refused.
@@ -76,7 +77,7 @@ def load_plan(overrides: Sequence[str], *, config_dir: Path | None = None) -> Ru
 
 
 def split_resume(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The run directory of ``resume=RUN_DIR``, None without one, and the other overrides."""
+    """Returns the run directory of ``resume=RUN_DIR``, None without one, and the other overrides."""
     given = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     rest = [text for text in overrides if not text.startswith("resume=")]
     if not given:
@@ -87,7 +88,7 @@ def split_resume(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def refuse_taken_run_dir(config: RunConfig) -> None:
-    """Raises `ConfigError` where `run_dir` already holds a run."""
+    """Raises `ConfigError` if `run_dir` already holds a run."""
     if (config.run_dir / CONFIG_FILE).exists():
         raise ConfigError(
             "run_dir: holds a run already",
@@ -98,14 +99,14 @@ def refuse_taken_run_dir(config: RunConfig) -> None:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML; `load_resolved` reads it back to an equal `RunConfig`. Comments at its top
-    name what is not checked."""
+    """Writes the resolved configuration as YAML; `load_resolved` reads it back to an equal `RunConfig`. Comments at the
+    top name the settings that moerl does not check."""
     notes = "".join(f"# {note}\n" for note in passed_on_notes(config))
     return notes + to_yaml(config.model_dump(mode="json"))
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads a resolved configuration, for example a run's ``config.yaml``; of this or an earlier build.
+    """Reads a resolved configuration, for example a run's ``config.yaml``, of this or an earlier build.
 
     Raises:
         ConfigError: it cannot be read, or is not of this version.
@@ -135,7 +136,7 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
 
 
 def _with_hub_model(config: RunConfig, values: dict[str, Any], known: ModelConfig | None = None) -> RunConfig:
-    """After all other keys are checked: it may have to ask the hub."""
+    """Replaces a model of the hub by its directory. Call after all other checks: this may have to ask the hub."""
     return config.model_copy(update={"model": with_hub_model(config.model, values["model"]["path"], known)})
 
 
@@ -164,7 +165,7 @@ def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
 
 
 def _validated(values: dict[str, Any], command: str) -> RunConfig:
-    """Composed values as the configuration of a command, paths made absolute."""
+    """Returns composed values as the configuration of a command, paths made absolute."""
     if values.get("run_dir") is None:
         values["run_dir"] = _default_run_dir(command, str(values.get("recipe")), str(values.get("seed")))
     if COMMAND_KEY in values:
@@ -173,7 +174,8 @@ def _validated(values: dict[str, Any], command: str) -> RunConfig:
 
 
 def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
-    """The default recipe is made for the small model that it builds; it is not used on another one unasked."""
+    """Raises `ConfigError` if nobody chose a recipe for a model that exists: the default is made for the small model
+    that it builds."""
     if config.model.path is None or chosen_recipe(overrides) is not None:
         return
     raise ConfigError(
@@ -181,7 +183,7 @@ def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None
         seen=f"recipe={config.recipe}, the default, which is made for the model that it builds",
         expected="a recipe that is named",
         remedy="add recipe=pretrained (models of billions of parameters, on GPUs) or recipe=pretrained_small (a small"
-        f" one, on a laptop); recipe={config.recipe} where you mean its values",
+        f" one, on a laptop); recipe={config.recipe} if you mean its values",
     )
 
 

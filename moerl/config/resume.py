@@ -28,7 +28,7 @@ _OF_SERVING = (
 _WHY_NOT: dict[str, str | None] = {
     "recipe": "the run has taken its values; give the keys that you mean",
     "seed": "weights, the order of prompts and the draws follow from it",
-    "run_dir": "a run goes on where it is; move the directory, and give its new place as resume=DIR",
+    "run_dir": "a run goes on in its directory; move that, and give its new place as resume=DIR",
     "num_threads": None,
     "model": "the checkpoints hold weights and optimizer state of this model, in this precision",
     "parallel": None,

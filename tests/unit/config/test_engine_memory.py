@@ -61,7 +61,7 @@ def test_a_command_without_a_trainer_counts_the_engine_alone() -> None:
     config = config_of()
     alone = int(sum(engine_bytes(config, describe_model(config)).values()) / USABLE_SHARE) + 1
     check_shared_device(config.model_copy(update={"command": "eval"}), describe_model(config), alone)
-    with pytest.raises(ConfigError, match="where the trainer is, too"):
+    with pytest.raises(ConfigError, match="together with the trainer"):
         check_shared_device(config, describe_model(config), alone)
 
 

@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_another_value_of_what_may_change(override: str, run_
         ("rollout.top_k=5", "what is sampled would change"),
         ("task.min_terms=3", "problems and rewards follow from it"),
         ("sft.steps=9", "reinforcement learning starts from the cold start"),
-        ("run_dir=elsewhere", "a run goes on where it is"),
+        ("run_dir=elsewhere", "a run goes on in its directory"),
     ],
 )
 def test_what_may_not_change_says_why(override: str, reason: str, run_dir: Path):
