@@ -6,7 +6,7 @@ Shape legend: T = rows of a microbatch, h = hidden size, k = experts per token, 
 MLPs, embedding and head (vocabulary padded to a multiple); `expert` deals out experts and `expert_tensor` splits each;
 `pipeline` deals out layers. Norms, routers and the projections into latent spaces are held whole.
 
-**State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, where weights are bf16, 4
+**State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, if weights are bf16, 4
 of the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over
 the ranks that hold the same ones. The share `trainer.optimizer_offload` of moments and master lies in host memory; an
 update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` parameters or one whole tensor's part.
@@ -23,7 +23,7 @@ experts. With n = T / context and m = n / tensor rows, a layer keeps, in element
                  + 3 n shared width / tensor + 2 m experts  loaded; router logits and probabilities (fp32)
 
 **The head** never holds logits of the full vocabulary (`moerl.kernels`): hidden states of all n rows and their fp32
-gradient, the head's gradient until it is added up, and, where tokens without a kept set are scored, slabs of logits.
+gradient, the head's gradient until it is added up, and, if tokens without a kept set are scored, slabs of logits.
 
 `selective` keeps only the input of an MoE block, `full` only the input of a layer (m h); either works one layer out
 again at a time. A pipeline stage keeps as many microbatches as its schedule starts before the first backward pass.
@@ -53,39 +53,41 @@ PIECES, PIECE_ELEMENTS = 2, 2**24
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Settings that decide, besides its part of the model, how much memory a rank needs.
-
-    element_bytes: of weights and activations, 2 or 4. distributed_optimizer: optimizer state is split over replicas.
-    reference: the rank has a frozen copy of the weights for the KL term. offload: share of optimizer state in host
-    memory.
-    """
+    """Settings that decide, besides its part of the model, how much memory a rank needs."""
 
     microbatch_tokens: int
+    """Most tokens of a forward pass."""
     element_bytes: int
+    """Bytes of an element of weights and activations, 2 or 4."""
     recompute: str
+    """`trainer.recompute`: none, selective or full."""
     distributed_optimizer: bool
+    """True if optimizer state is split over replicas."""
     reference: bool
+    """True if the rank has a frozen copy of the weights for the KL term."""
     offload: float = 0.0
+    """Share of optimizer state in host memory, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a rank of one pipeline stage. parameters: number by component. bytes: by purpose, on its device.
-
-    offloaded_bytes: optimizer state in host memory.
-    """
+    """Memory of a rank of one pipeline stage."""
 
     stage: int
+    """Pipeline stage, from 0."""
     parameters: dict[str, int]
+    """By component, the number of parameters."""
     bytes: dict[str, int]
+    """By purpose, the bytes on the rank's device."""
     offloaded_bytes: int = 0
+    """Bytes of optimizer state in host memory."""
 
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes.values())
 
     def fits(self, device_bytes: float) -> bool:
-        """True where the rank fills no more than `USABLE_SHARE` of a device."""
+        """Returns whether the rank fills no more than `USABLE_SHARE` of a device."""
         return self.total_bytes <= USABLE_SHARE * device_bytes
 
 
@@ -102,12 +104,12 @@ def needs_of(config: RunConfig) -> Needs:
 
 
 def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> RankMemory:
-    """The memory of the pipeline stage that needs most; the ranks of a stage all need the same."""
+    """Returns the memory of a rank of the stage that needs most; the ranks of a stage all need the same."""
     return max((rank_memory(sizes, dims, needs, s) for s in range(dims.pipeline)), key=lambda rank: rank.total_bytes)
 
 
 def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
-    """The memory of a rank of pipeline stage `stage`, from 0. The model can be cut as `dims` say."""
+    """Returns the memory of a rank of pipeline stage `stage`, from 0. The model can be cut as `dims` say."""
     parameters = rank_parameters(sizes, dims, stage)
     experts, everything = parameters["experts"], sum(parameters.values())
     state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)
@@ -135,12 +137,12 @@ def _piece_elements(parameters: dict[str, int], dense: int) -> int:
 
 
 def total_parameters(sizes: ModelDescription) -> int:
-    """Parameters of the whole model, without multi-token-prediction layers."""
+    """Counts the parameters of the whole model, without multi-token-prediction layers."""
     return sum(rank_parameters(sizes, ParallelDims(), 0).values())
 
 
 def rank_parameters(sizes: ModelDescription, dims: ParallelDims, stage: int) -> dict[str, int]:
-    """Number of parameters by component of a rank of pipeline stage `stage`."""
+    """Counts the parameters of a rank of pipeline stage `stage`, by component."""
     h, layers = sizes.hidden_size, _stage_layers(sizes, dims, stage)
     num_moe = len(set(layers) & set(sizes.moe_layers))
     expert = 3 * h * sizes.moe_intermediate_size // dims.expert_tensor
@@ -199,7 +201,7 @@ def _activation_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs,
 
 
 def _chunks_in_flight(dims: ParallelDims, stage: int) -> int:
-    """Forward passes of one model chunk that await their backward pass, at most: Megatron's warm-up and one more."""
+    """Returns the most forward passes of a chunk that await their backward pass: Megatron's warm-up and one more."""
     behind = dims.pipeline - stage - 1
     if dims.virtual_pipeline == 1:
         return behind + 1
@@ -253,7 +255,7 @@ def _scoring_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, st
 
 
 def slab_columns(num_rows: int, width: int) -> int:
-    """Columns of the vocabulary worked on at a time: as `moerl.kernels.products.slab_columns`."""
+    """Returns the columns of the vocabulary worked on at a time: as `moerl.kernels.products.slab_columns`."""
     return max(SLAB_ELEMENTS // max(num_rows, width), min(num_rows, width))
 
 

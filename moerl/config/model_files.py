@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face directory, as the headers of its safetensors files say. Torch-free; any process.
 
-Loaders fill a tensor that is missing with random numbers, and say so in a log at most. Everything that reads a model
-asks here first: `moerl.config.model_tensors` compares the answer with what the model's config needs.
+Loaders fill a tensor that is missing with random numbers, and at most log that. Everything that reads a model asks
+here first: `moerl.config.model_tensors` compares the answer with what the model's config needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INITIAL_MODEL = "initial_model"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format."""
+"""Longest header that the format allows."""
 
 MAX_TOKENIZER_BYTES = 1 << 28
 """Largest file of a tokenizer. A vocabulary of 260,000 tokens takes 35 MB."""
@@ -42,15 +42,18 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """dtype: as safetensors writes it, for example BF16."""
+    """A tensor as the header of its file describes it."""
 
     file: Path
+    """Safetensors file that holds the tensor."""
     dtype: str
+    """As safetensors writes it, for example BF16."""
     shape: tuple[int, ...]
+    """Sizes of the tensor; empty for one number."""
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory, by name: those that its index lists, or those of its only file.
+    """Returns the tensors of a model directory, by name: those that its index lists, or those of its only file.
 
     Files that the index does not name are not the model's, and are left alone.
 
@@ -77,7 +80,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that the weights of a model directory are in, by its index; whether they are there or not.
+    """Returns the names of the files of a model directory's weights, by its index; the files may be missing.
 
     Raises:
         ConfigError: the index cannot be read.
@@ -87,7 +90,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, which is as long as its header says.
+    """Reads the tensors of one safetensors file, which is as long as its header says.
 
     Raises:
         ConfigError: it is cut, longer, or no safetensors file.
@@ -118,13 +121,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_tokenizer(folder: Path, key: str = "model.path") -> None:
-    """Refuses a directory without a tokenizer, or with one whose files are cut, or a library would wait for.
+    """Refuses a directory without a tokenizer, with a damaged one, or with something that a library would wait for.
 
     Args:
         key: the key that names the directory, for messages.
 
     Raises:
-        ConfigError: there is none, one of its JSON files cannot be read, or something there is no file.
+        ConfigError: there is none, one of its JSON files cannot be read, or something there is neither file nor folder.
     """
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise ConfigError(

@@ -69,7 +69,7 @@ def check_weights(folder: Path) -> None:
 
 
 def needed_tensors(sizes: ModelDescription) -> dict[str, Shape]:
-    """Names and shapes of the tensors of a model."""
+    """Returns the names and shapes of the tensors of a model."""
     hidden, vocab = sizes.hidden_size, sizes.vocab_size
     tensors: dict[str, Shape] = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -88,7 +88,7 @@ def needed_tensors(sizes: ModelDescription) -> dict[str, Shape]:
 
 
 def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
-    """True for checkpoint tensors of multi-token-prediction heads: layers behind the last decoder layer."""
+    """Returns whether a checkpoint tensor is of multi-token-prediction heads: layers behind the last decoder layer."""
     layer = re.match(r"^model\.layers\.(\d+)\.", name)
     first = config["num_hidden_layers"]
     return layer is not None and first <= int(layer[1]) < first + int(config.get("num_nextn_predict_layers") or 0)

@@ -1,4 +1,4 @@
-"""Keys that have got another name or place, or came later: what a stored run of before means today.
+"""Keys that got another name or place, or came later: the meaning of an older stored run today.
 
 Pure functions over plain data; any process.
 """
@@ -21,10 +21,10 @@ MOVED = {
     "kl.coef": "algorithm.kl_coef",
     "kl.support": "algorithm.kl_support",
 }
-"""By dotted path of before, the dotted path of now. The values mean the same, so a run that was stored continues."""
+"""By old dotted path, the new one. The values mean the same, so a run that was stored continues."""
 
 RENAMED = {"weights.gather": {"root": "sender"}}
-"""By dotted path, values that have another name now."""
+"""By dotted path, the new name of each value that has another one now."""
 
 ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
@@ -77,7 +77,7 @@ ADDED: dict[str, Any] = {
     "evaluation.top_p": 1.0,
     "task.thinking_end": None,
 }
-"""Keys that runs of before do not have, with the values by which they behave as they did."""
+"""Keys that older runs lack, with the values by which these runs behave as they did."""
 _NEW_SECTIONS = ("buffer", "launch", "metrics")
 _ONLY_WHERE = {
     "task": ("name", "jsonl"),
@@ -87,11 +87,11 @@ _ONLY_WHERE = {
     "rollout.expert": ("engine", "sglang"),
     "algorithm": ("name", "grpo"),
 }
-"""By added key, or by section, which value of which key of the section it is for."""
+"""By added key, or by section, the key of the section and its value that the addition is for."""
 
 
 def moved_key(path: str) -> ConfigError | None:
-    """The error for a key of before, or for a section all of whose keys have moved; None for anything else."""
+    """Returns the error for an old key, or for a section all of whose keys have moved; None for anything else."""
     moved = {old: new for old, new in MOVED.items() if old == path or old.startswith(f"{path}.")}
     if not moved:
         return None
@@ -103,7 +103,7 @@ def moved_key(path: str) -> ConfigError | None:
 
 
 def as_of_today(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored run: keys of before have their names of now, keys that came later their values of then."""
+    """Returns the values of a stored run, with today's names of keys and the older behaviour for keys that it lacks."""
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in stored.items()}
     for old, new in MOVED.items():
         (old_section, old_name), (new_section, new_name) = old.split("."), new.split(".")

@@ -1,7 +1,7 @@
 """Settings that are passed on to SGLang's servers and to Megatron as they are; names that moerl sets are refused.
 
-Pure; any process. Whether a library knows a name is asked where that library is: in the servers' environment before a
-run starts (`moerl.rollout.sglang.server_args`), and in each rank of the trainer (`moerl.trainer.provider`).
+Pure; any process. The processes that have a library check that it knows a name: one in the servers' environment before
+a run starts (`moerl.rollout.sglang.server_args`), and each rank of the trainer (`moerl.trainer.provider`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVER_KEYS = {
 _ADDRESS = "a server of a run listens on a private address and a free port, with keys of its own"
 _ONE_MACHINE = "a server's ranks are on one machine, and meet in a file"
 _CONTRACT = "rollouts need it as it is"
-_EXPERTS = "experts stay where they were loaded, one copy of each: weight updates and checksums count on it"
+_EXPERTS = "experts stay on the ranks that loaded them, one copy of each: weight updates and checksums count on it"
 SERVER_FIXED = {
     **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
     **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nccl_port", "nnodes", "node_rank"), _ONE_MACHINE),

@@ -10,7 +10,7 @@ from moerl.errors import ConfigError
 
 
 def check_export(run_dir: Path, output: Path) -> RunConfig:
-    """The configuration of the run to export. `ConfigError` where there is none, or `output` cannot be made."""
+    """Reads the configuration of the run to export. Raises `ConfigError` if it cannot be read, or `output` exists."""
     config = load_resolved(run_dir / CONFIG_FILE)
     if output.exists():
         raise ConfigError(
@@ -20,7 +20,7 @@ def check_export(run_dir: Path, output: Path) -> RunConfig:
 
 
 def check_verify(dump: Path, model: Path) -> None:
-    """Raises `ConfigError` where there are no rollouts, or no model, to compare."""
+    """Raises `ConfigError` if there are no rollouts, or no model, to compare."""
     dump_files(dump)
     if not (model / "config.json").is_file():
         raise ConfigError(
@@ -32,7 +32,7 @@ def check_verify(dump: Path, model: Path) -> None:
 
 
 def dump_files(dump: Path) -> list[Path]:
-    """A Parquet file of rollouts, or all that lie in a directory, by name. `ConfigError` where there is none."""
+    """Returns a Parquet file of rollouts, or all of a directory, by name. Raises `ConfigError` if there is none."""
     files = sorted(dump.glob("*.parquet")) if dump.is_dir() else [dump]
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(

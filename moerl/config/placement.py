@@ -14,7 +14,7 @@ from moerl.errors import ConfigError
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""Variables by which Ray asks for a token, and has one."""
+"""Variables that have Ray ask for a token, and that hold it."""
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -23,7 +23,7 @@ Its own option for the address turns 127.0.0.1 into the machine's address in the
 
 
 def check_placement(launch: LaunchConfig) -> None:
-    """Raises `ConfigError` where `launch` contradicts itself."""
+    """Raises `ConfigError` if `launch` contradicts itself."""
     if launch.address is not None and launch.on != "ray":
         raise ConfigError(
             "launch.address: the address of a Ray cluster that would not be used",
@@ -61,13 +61,14 @@ def check_ray(
         raise ConfigError(
             "launch.address: a Ray cluster without a token runs the code of anybody who reaches it",
             seen=f"{TOKEN_MODE}={environment.get(TOKEN_MODE, '')}",
-            expected=f"{TOKEN_MODE}=token, here and where its nodes are started",
+            expected=f"{TOKEN_MODE}=token, here and for the commands that start its nodes",
             remedy="start it as docs/ray.md says, and set the same variables here",
         )
 
 
 def set_ray_variables(launch: LaunchConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what Ray reads as it is imported: on this machine alone the loopback address, and a token of its own."""
+    """Sets the variables that Ray reads as it is imported; for a cluster on this machine alone the loopback address and
+    a token of its own."""
     environment.update(_QUIET)
     if launch.address is None:
         environment.update({**_LOOPBACK, TOKEN_MODE: "token", TOKEN: secrets.token_hex(32)})
@@ -98,7 +99,7 @@ def forget_token(launch: LaunchConfig, environment: MutableMapping[str, str] = o
 
 
 def controller_address(launch: LaunchConfig) -> str:
-    """The address of this machine that ranks reach its processes at. Raises `ConfigError` where there is no way."""
+    """Returns the address at which ranks reach this machine. Raises `ConfigError` if it cannot reach the cluster."""
     if launch.address is None:
         return LOOPBACK_ADDRESS
     parts = urlsplit(f"//{launch.address}")

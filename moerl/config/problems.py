@@ -1,4 +1,4 @@
-"""How many problems a command asks of its task, against what the task has. Pure; any process."""
+"""Numbers of problems that a command asks of its task, against those that the task has. Pure; any process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moerl.errors import ConfigError
 
 
 def check_problems(config: RunConfig, task: Task, command: str) -> None:
-    """Raises `ConfigError` where the task has fewer problems than `command` asks of it; the remedy lists all keys."""
+    """Raises `ConfigError` if the task has fewer problems than `command` asks of it; the remedy lists all keys."""
     lacking = [
         (key, count, split, task.size(split))
         for key, split, count in wanted_problems(config, command)
@@ -28,7 +28,7 @@ def check_problems(config: RunConfig, task: Task, command: str) -> None:
 
 def wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
     """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine
-    none are sampled or measured."""
+    no problem is sampled or measured."""
     evaluation, wanted = config.evaluation, []
     if command in ("train", "rollout") and config.has_engine:
         wanted.append(("rl.prompts_per_step", "train", config.rl.prompts_per_step))

@@ -17,10 +17,10 @@ _ALWAYS_NAMED = ("model", "task")
 
 
 def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequence[str] = ()) -> str:
-    """The recipe with the groups and keys that it sets beyond the base, and what the command line sets besides.
+    """Returns the recipe with the groups and keys that it sets beyond the base, and the overrides of the command line.
 
     Args:
-        overrides: of the command line, without ``resume=``. A key that they set is not told as the recipe's.
+        overrides: of the command line, without ``resume=``. A key that they set is not listed as the recipe's.
         only: keys and sections that matter for the command; empty for all.
     """
     chosen = chosen_recipe(overrides)
@@ -44,7 +44,7 @@ def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequenc
 
 
 def _is_among(path: str, keys: Sequence[str]) -> bool:
-    """True where `keys` have the key, the section it is in, or an entry of the mapping that it holds."""
+    """Returns whether `keys` have the key, its section, or an entry of the mapping that it holds."""
     return any(path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in keys)
 
 

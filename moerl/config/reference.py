@@ -1,4 +1,4 @@
-"""The keys of a configuration, read off the schema: for help texts and for naming what an error is about.
+"""The keys of a configuration, read off the schema, for help texts and errors.
 
 Pure functions over `moerl.config.schema`; any process.
 """
@@ -20,7 +20,7 @@ from moerl.config.schema import RunConfig
 from moerl.sections import LARGEST_INT, LARGEST_SIZE
 
 COMMAND_KEY = "command"
-"""The one field of `RunConfig` that is not set by a key but by which command runs."""
+"""The one field of `RunConfig` that no key sets: the command that runs."""
 
 _NO_BOUNDS = (LARGEST_INT, LARGEST_SIZE)
 """Bounds against absurd numbers, which a help text leaves out."""
@@ -30,25 +30,25 @@ _PLAIN_NAMES = {int: "int", float: "float", bool: "bool", str: "text", Path: "pa
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """One key that can be set.
-
-    path: dotted path. type_name: what it takes, for example ``int >= 1``. description: the meaning.
-    owner: the model the field belongs to, for example ``JsonlTaskConfig``.
-    """
+    """One key that can be set."""
 
     path: str
+    """Dotted path."""
     type_name: str
+    """Type and range of its values, for example ``int >= 1``."""
     description: str
+    """Meaning, as in the schema; empty if the field has none."""
     owner: str
+    """Name of the model that the field belongs to, for example ``JsonlTaskConfig``."""
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every leaf key of `RunConfig` that can be set, in the order of the schema; the keys of all tasks are listed."""
+    """Returns every leaf key of `RunConfig` that can be set, in the order of the schema; the keys of all tasks."""
     return [key for key in _walk(RunConfig, "") if key.path != COMMAND_KEY]
 
 
 def sections() -> set[str]:
-    """Dotted paths of the keys that hold other keys, for example ``model.architecture``."""
+    """Returns the dotted paths of the keys that hold other keys, for example ``model.architecture``."""
     paths = set()
     for key in config_keys():
         parents = key.path.split(".")[:-1]
@@ -57,7 +57,7 @@ def sections() -> set[str]:
 
 
 def is_known(path: str) -> bool:
-    """True for a key, a section, and anything inside a key that holds a mapping."""
+    """Returns whether a path is a key, a section, or inside a key that holds a mapping."""
     known = {key.path: key.type_name for key in config_keys()}
     if path in known or path in sections():
         return True
@@ -67,14 +67,14 @@ def is_known(path: str) -> bool:
 
 
 def children(section: str) -> list[str]:
-    """Names of the keys and sections directly under a dotted path; the root is the empty text."""
+    """Returns the names of the keys and sections directly under a dotted path; the root is the empty text."""
     prefix = f"{section}." if section else ""
     inside = [key.path.removeprefix(prefix) for key in config_keys() if key.path.startswith(prefix)]
     return list(dict.fromkeys(rest.split(".")[0] for rest in inside))
 
 
 def closest(path: str) -> str | None:
-    """The valid key that `path` most likely meant, None where nothing is near.
+    """Returns the valid key that `path` most likely meant; None if nothing is near.
 
     A misspelt name in the right section comes first, then the right name in the wrong section, then any near
     spelling.
@@ -96,7 +96,7 @@ def closest(path: str) -> str | None:
 
 
 def meant_keys(path: str) -> list[str]:
-    """The valid keys that `path` may mean: all of that name, the closest one, or those whose meaning has its words."""
+    """Returns the valid keys that `path` may mean: all of that name, the closest, or those that mention it."""
     section, _, last = path.rpartition(".")
     same_name = [key.path for key in config_keys() if key.path.rpartition(".")[2] == last]
     if same_name and not section:
@@ -109,7 +109,7 @@ def meant_keys(path: str) -> list[str]:
 
 
 def describe(path: str) -> str:
-    """The description of a key, or an empty text."""
+    """Returns the description of a key; an empty text if there is none."""
     return next((key.description for key in config_keys() if key.path == path), "")
 
 
@@ -131,7 +131,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models an annotation can hold."""
+    """Returns the pydantic models that an annotation can hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
@@ -182,4 +182,4 @@ CHOICES = {
     "task.name": _choices("task", "name"),
     "rollout.engine": _choices("rollout", "engine"),
 }
-"""Keys that decide which other keys their section has: by each value, the model that the section is then."""
+"""Keys that decide which other keys their section has: by value, the name of the section's model."""

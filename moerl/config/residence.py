@@ -17,7 +17,7 @@ ASLEEP: dict[str, tuple[Place, Place, Place]] = {
     "rank: weights": ("host", "device", "device"),
     "rank: reference weights": ("host", "device", "device"),
 }
-"""By what: where it is in each moment, with trainer.sleep=true; with false on the device in all of them."""
+"""By row of the table, its place in each moment with trainer.sleep=true; with false it is the device in all of them."""
 
 ALWAYS: dict[str, tuple[Place, Place, Place]] = {
     "rank: gradients": ("freed", "freed", "device"),
@@ -29,7 +29,7 @@ ALWAYS: dict[str, tuple[Place, Place, Place]] = {
     "server: weights": ("device", "device", "freed"),
     "server: cache": ("device", "freed", "freed"),
 }
-"""The same of all else, with any setting."""
+"""By row of the table, its place in each moment with any setting."""
 
 
 def moments_on_device(what: str, *, sleeps: bool) -> tuple[Moment, ...]:

@@ -1,7 +1,7 @@
 """Keys that may change when a run goes on, and why others may not. Torch-free; the command line and every rank.
 
 A key may change if it decides how long a run is, how it is watched and kept, or how fast it works: other parallel
-sizes, microbatches, threads and servers change what is learned by rounding alone.
+sizes, microbatches, threads and servers change the weights by rounding alone.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ _WHY_NOT: dict[str, str | None] = {
     "launch": None,
     "metrics": None,
 }
-"""By key or section, why it may not change; None where it may. A key goes before its section."""
+"""By key or section, why it may not change; None if it may. A key goes before its section."""
 
 
 def reason_against(key: str, command: str) -> str | None:
-    """Why `key` may not change when a run of `command` goes on, None where it may."""
+    """Returns why `key` may not change when a run of `command` goes on; None if it may."""
     if key == "sft.steps" and command == "train":
         return "reinforcement learning starts from the cold start as it was planned"
     while key not in _WHY_NOT:
@@ -91,7 +91,7 @@ def reason_against(key: str, command: str) -> str | None:
 
 
 def check_may_change(key: str, text: str, command: str, run_dir: Path) -> None:
-    """Raises `ConfigError` where a known `key` may not change when a run goes on; `text` is what was given."""
+    """Raises `ConfigError` if a known `key` may not change when a run goes on. text: its override, for the message."""
     reason = reason_against(key, command)
     if reason is None and key not in sections():
         return
@@ -116,18 +116,21 @@ class Change:
     """A key that has another value than before."""
 
     key: str
+    """Dotted path."""
     old: Any
+    """Value before, as plain data; None if the run did not have the key."""
     new: Any
+    """Value now, as plain data; None if the key is gone."""
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
-    """Keys whose values differ, in the order of the schema; values as plain data."""
+    """Returns the keys whose values differ, in the order of the schema."""
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
     return [Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def change_note(change: Change, config: RunConfig) -> str:
-    """Says what else a change brings with it; returns an empty text if it brings nothing. config: with the change."""
+    """Returns what else a change brings with it; an empty text if it brings nothing. config: with the change."""
     schedules = {
         "rl.steps": ("optimizer", config.optimizer),
         "sft.steps": ("sft.optimizer", config.sft.optimizer),

@@ -1,4 +1,4 @@
-"""The section `rollout`: which engine samples, where it runs, and how. Read by every process."""
+"""The section `rollout`: the engine that samples, its place, and its settings. Read by every process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SamplingConfig(Section):
     temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus probability mass; 1 = no cut.")
     top_k: Annotated[int, Field(ge=1, le=MAX_KEPT_IDS)] | None = Field(
-        description=f"Largest kept set; null = {MAX_KEPT_IDS} where top_p or min_p cut, else everything."
+        description=f"Largest kept set; null = {MAX_KEPT_IDS} if top_p or min_p cut, else everything."
     )
     min_p: Decay = Field(description="Least probability of a kept token, as a share of the most likely token's.")
 
@@ -35,7 +35,7 @@ class SamplingConfig(Section):
 
 
 class EmbeddedRolloutConfig(SamplingConfig):
-    """An engine on transformers, in the controller's process or beside it."""
+    """An engine on transformers, in the controller's process or in its own."""
 
     engine: Literal["embedded"] = Field(description="Engine that samples.")
     placement: Literal["inside", "beside"] = Field(
@@ -107,7 +107,7 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
 
     @property
     def keeps_weight_copy(self) -> bool:
-        """A server that the run starts again needs the weights while the trainer is at work."""
+        """Returns True: a server that the run starts again needs the weights while the trainer is at work."""
         return True
 
 
@@ -129,7 +129,7 @@ class ServerRolloutConfig(_ServedRolloutConfig):
 
     @property
     def keeps_weight_copy(self) -> bool:
-        """Without the only server there is nothing to go on with."""
+        """Returns whether there are several servers: a run that loses its only one cannot go on."""
         return self.num_servers > 1
 
 

@@ -1,8 +1,8 @@
 """Memory of a whole run: what the fullest GPU of each kind and the fullest host hold, and whether it fits. Pure.
 
 `moerl plan memory`, `moerl launch slurm`, `moerl doctor` and `moerl train` read this one table. Three moments count:
-engines sample; new weights are sent to them; the trainer works. What of a colocated run is on the device in each says
-`moerl.config.residence`. Trainer and engines with GPUs of their own hold theirs all the time, but for activations.
+engines sample; new weights are sent to them; the trainer works. `moerl.config.residence` says what of a colocated run
+is on the device in each. Trainer and engines with GPUs of their own hold theirs all the time, but for activations.
 
 **Hosts** hold what does not lie on GPUs (`trainer.optimizer_offload`, `trainer.sleep`), a checkpoint that is being
 written, the copies of the weights that ranks keep for servers that come late (two while an update is sent), the buckets
@@ -44,37 +44,43 @@ SERVER_WEIGHTS, SERVER_CACHE, BUCKETS = "server: weights", "server: cache", "buc
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory that a run gets.
-
-    gpu_bytes: of one GPU; None for a run on CPUs. gpus_per_node: 0 = not known. nodes: machines. host_bytes: of one
-    machine; None = not known.
-    """
+    """Machines that a run gets, all of one kind."""
 
     gpu_bytes: float | None
+    """Memory of one GPU; None for a run on CPUs."""
     gpus_per_node: int = 0
+    """0 = not known."""
     nodes: int = 1
+    """Number of machines."""
     host_bytes: float | None = None
+    """Host memory of one machine; None = not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One thing in memory. moments: when it is there."""
+    """One thing in memory."""
 
     what: str
+    """Name of the thing; in a colocated run a row of `moerl.config.residence`."""
     num_bytes: int
+    """Bytes while the thing is there."""
     moments: tuple[Moment, ...] = MOMENTS_OF_A_RUN
+    """Moments of a step in which the thing is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """The fullest GPU of a kind, or the fullest host. room_bytes: its memory; None = not known."""
+    """The fullest GPU of a kind, or the fullest host."""
 
     name: str
+    """`HOST`, or the kind of GPU, for example `GPU_OF_BOTH`."""
     holdings: tuple[Holding, ...]
+    """Things in the memory, in no order."""
     room_bytes: float | None
+    """Memory of the GPU or host; None = not known."""
 
     def at(self, moment: Moment) -> int:
-        """Returns the bytes that are held at a moment."""
+        """Returns the bytes in use at a moment."""
         return sum(each.num_bytes for each in self.holdings if moment in each.moments)
 
     @property
@@ -87,7 +93,7 @@ class MemoryPlace:
 
     @property
     def fits(self) -> bool:
-        """True if it fills no more than `USABLE_SHARE` of its memory, or if that is not known."""
+        """Returns whether the peak fills no more than `USABLE_SHARE` of the memory; True if that is not known."""
         return self.room_bytes is None or self.peak_bytes <= USABLE_SHARE * self.room_bytes
 
 
@@ -96,11 +102,13 @@ class Limit:
     """A thing that a run does less of than it is asked to, and what would change that."""
 
     seen: str
+    """What the run does less of, with numbers."""
     remedy: str
+    """Keys that would change that."""
 
 
 def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
-    """Returns what is held where: GPUs first, the fullest host last."""
+    """Returns the fullest GPU of each kind, and the fullest host as the last one."""
     sizes = describe_model(config)
     rank = heaviest_rank(sizes, config.parallel.dims, needs_of(config)) if _trains(config) else None
     gpus: list[MemoryPlace] = []
@@ -212,8 +220,8 @@ def _trains(config: RunConfig) -> bool:
 
 
 def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
-    """Two buckets, if there is an engine that takes weights; a tensor that is larger is a bucket by itself, of which
-    the embedding is the largest."""
+    """Returns the bytes of two buckets; 0 without an engine. A larger tensor is a bucket by itself; the embedding is
+    the largest."""
     if not config.has_engine:
         return 0
     embedding = sizes.vocab_size * sizes.hidden_size * needs_of(config).element_bytes
@@ -261,7 +269,7 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
 
 
 def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine) -> list[Holding]:
-    """Copies for servers that come late, and what passes through host memory in an update."""
+    """Returns the copies for servers that come late, and the buckets that pass through host memory in an update."""
     rollout, found = config.rollout, list[Holding]()
     if isinstance(rollout, EmbeddedRolloutConfig):
         return found
@@ -333,7 +341,7 @@ def _unfit(config: RunConfig, place: MemoryPlace) -> ConfigError:
 
 
 def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:
-    """The largest share that fits, if a server can work with it."""
+    """Returns the remedy: the largest share that fits, if a server can work with it; else other GPUs."""
     assert place.room_bytes is not None
     engine = engine_needs(config, describe_model(config))
     server = sum(each.num_bytes for each in place.holdings if each.what in (SERVER_WEIGHTS, SERVER_CACHE))

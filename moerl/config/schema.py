@@ -32,7 +32,7 @@ from moerl.sections import (
 from moerl.tasks.registry import TaskConfig
 
 ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.\-]*):[0-9]{1,5}$"
-"""``HOST:PORT``."""
+"""Pattern of ``HOST:PORT``."""
 
 
 class ArchitectureConfig(Section):
@@ -151,10 +151,10 @@ class RLConfig(Section):
     )
 
     skip_above: Share | None = Field(
-        description="Prompts are passed over where more than this share of the responses of their latest group was"
+        description="Prompts are passed over if more than this share of the responses of their latest group was"
         " right; 4 epochs later they come again. null = none is."
     )
-    skip_below: Share | None = Field(description="The same where less than this share was right; null = none is.")
+    skip_below: Share | None = Field(description="The same if less than this share was right; null = none is.")
     weigh_prompts: Literal["even", "variance"] = Field(
         description="variance = prompts come the less often, the further the share of right responses of their latest"
         " group is from a half: with the chance 4 p (1 - p), 0.1 at least."
@@ -162,7 +162,7 @@ class RLConfig(Section):
 
     @property
     def trained_size(self) -> int:
-        """Responses of a group that are trained, where none is refused."""
+        """Responses of a group that are trained, if none is refused."""
         return min(self.keep or self.group_size, self.group_size)
 
 
@@ -203,7 +203,7 @@ class KeepRoutingConfig(Section):
 
     @property
     def reference_mode(self) -> str:
-        """`reference`, or `mode` where that is null."""
+        """Returns `reference`, or `mode` if that is null."""
         return self.reference or self.mode
 
 
@@ -262,7 +262,7 @@ class SftConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation: greedy, and of held-out problems several samples where asked for."""
+    """Evaluation: greedy, and on held-out problems with several samples if asked for."""
 
     every: CountOrZero = Field(description="Steps between evaluations on dev problems; 0 = start and end only.")
     dev_problems: Count = Field(description="Problems looked at while training.")
@@ -335,7 +335,7 @@ class RunConfig(Section):
     command: Literal["train", "sft", "rollout", "eval"] = Field(description="Command of the run; set by moerl itself.")
     recipe: str = Field(description="Recipe the run started from.")
     seed: CountOrZero = Field(description="Seed of weights, prompts and sampling.")
-    run_dir: FilePath = Field(description="Where the run is written; null = runs/<recipe>-seed<seed>-<time>.")
+    run_dir: FilePath = Field(description="Directory of the run; null = runs/<recipe>-seed<seed>-<time>.")
     num_threads: Threads = Field(description="CPU threads of the whole run; results depend on it.")
     model: ModelConfig = Field(description="The model.")
     parallel: ParallelConfig = Field(description="Parallel sizes.")
@@ -355,8 +355,8 @@ class RunConfig(Section):
     mismatch: MismatchConfig = Field(description="Mismatch tables.")
     dump: DumpConfig = Field(description="Rollout dumps.")
     quarantine: QuarantineConfig = Field(description="Quarantine.")
-    launch: LaunchConfig = Field(description="Where ranks run.")
-    metrics: MetricsConfig = Field(description="Where metrics go.")
+    launch: LaunchConfig = Field(description="Placement of the trainer's ranks.")
+    metrics: MetricsConfig = Field(description="Destinations of metrics.")
 
     @property
     def has_engine(self) -> bool:
@@ -364,6 +364,6 @@ class RunConfig(Section):
         return not isinstance(self.rollout, DumpsRolloutConfig)
 
     def queue_limits(self) -> QueueLimits:
-        """Raises `ConfigError` where no batch could be full."""
+        """Returns the limits of the queue. Raises `ConfigError` if no batch could be full."""
         buffer, per_step, drops = self.buffer, self.rl.prompts_per_step, self.buffer.when_stale == "drop"
         return QueueLimits(per_step, buffer.max_staleness, buffer.window, drops, self.weights.every)

@@ -1,7 +1,7 @@
 """Memory that `moerl diagnose` needs to score rollouts with transformers models. Pure, torch-free.
 
 Weights rest on the device if they fit, else on the host, from where they go to it layer by layer. Of several
-checkpoints as many are held as fit, at least one.
+checkpoints as many are in memory as fit, at least one.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ _CHUNK_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class ScoringMemory:
-    """Needs of the scores.
-
-    weights_bytes: of one checkpoint. lent_bytes: of the largest part in the finer arithmetic, beside these.
-    pass_bytes: of activations and logits. num_models: checkpoints. held: how many of them are in memory at once.
-    is_streamed: weights rest on the host, and go to the device part by part. room_bytes: of the device, or of the host
-    without one.
-    """
+    """Memory that the scores need, and the memory that there is."""
 
     weights_bytes: int
+    """Weights of one checkpoint."""
     lent_bytes: int
+    """The largest layer, or the embedding, in the weights' precision and in the finer one, on top of the weights."""
     pass_bytes: int
+    """Activations and logits of a pass."""
     num_models: int
+    """Checkpoints to score with."""
     held: int
+    """Checkpoints in memory at once, at least 1."""
     is_streamed: bool
+    """True if weights rest on the host, and go to the device part by part."""
     room_bytes: int
+    """Free memory of the device; memory of the host without one."""
 
     def text(self, dtype: str) -> str:
-        """A line for people."""
+        """Returns a line for people. dtype: name of the weights' precision."""
         which = f", {self.held} of {self.num_models} models at a time" if self.num_models > 1 else ""
         where = " on the host, which go to the device layer by layer" if self.is_streamed else ""
         more = (self.lent_bytes + self.pass_bytes) / 1e9
@@ -60,12 +61,14 @@ def plan_scoring(
     host_bytes: int,
     device_bytes: int | None,
 ) -> ScoringMemory:
-    """Plans where weights are.
+    """Plans the place of the weights: on the device if one checkpoint fits, else on the host.
 
     Args:
-        element_bytes: of the weights, 2 or 4; the finer arithmetic has twice as many. num_models: checkpoints of this
-            shape. longest: tokens of the longest rollout. host_bytes: memory of the machine. device_bytes: free on the
-            device; None without one.
+        element_bytes: of the weights, 2 or 4; the finer arithmetic has twice as many.
+        num_models: checkpoints of this shape.
+        longest: tokens of the longest rollout.
+        host_bytes: memory of the machine.
+        device_bytes: free memory of the device; None without one.
 
     Raises:
         ConfigError: not even one checkpoint fits.

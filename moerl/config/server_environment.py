@@ -17,15 +17,16 @@ def server_environment(
     first_device: int = 0,
     host: str = "127.0.0.1",
 ) -> dict[str, str]:
-    """Ours, without what would leak into another Python environment or is Ray's own, and with what a CPU server needs.
+    """Returns our variables without those that would leak into another Python environment and those of Ray, and with
+    those that a CPU server needs.
 
     Args:
         device: cuda or cpu.
-        num_ranks: tensor-parallel ranks; on CPU each has one thread, and a core of its own where SGLang can bind it.
-            With more threads a tiny model is 20 times slower.
+        num_ranks: tensor-parallel ranks; on CPU each has one thread, and a core of its own if SGLang can bind it. With
+            more threads a tiny model is 20 times slower.
         cores: to choose from, the last ones first; by default those this process may use.
-        first_device: GPUs or cores that other servers have.
-        host: address of the server, where its process groups listen, too.
+        first_device: number of GPUs or cores that other servers have.
+        host: address of the server, on which its process groups listen, too.
     """
     kept = {
         name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "RAY_"))

@@ -1,4 +1,4 @@
-"""Servers of a run against the model and against nodes: where experts go, and whether each server is on one node.
+"""Checks of a run's servers against the model and against nodes: experts are shared evenly, a server is on one node.
 
 Pure; any process.
 """
@@ -45,13 +45,13 @@ def check_experts_of_server(rollout: RolloutConfig, sizes: ModelDescription | No
 
 
 def check_nodes_of_servers(rollout: RolloutConfig, *, ranks: int, gpus_per_node: int, nodes: int | None) -> None:
-    """Checks that each server of a run finds its GPUs on one node, in a colocated run those of ranks.
+    """Checks that each server of a run finds its GPUs on one node; in a colocated run they are GPUs of trainer ranks.
 
     Ranks of the trainer fill nodes one after another.
 
     Args:
         ranks: of the trainer.
-        nodes: of the job; None if not known, and then servers apart are only compared with one node.
+        nodes: of the job; None if not known: servers with GPUs of their own are then only compared with one node.
 
     Raises:
         ConfigError: a server would be on two nodes.

@@ -8,10 +8,10 @@ groups has an e-th of the experts, each cut over the t / e devices of the group.
 
 **The cache of a token** on each device of a server:
 
-    grouped heads      2 L ceil(key-value heads / t) head_dim b      keys and values; heads are repeated where t is more
+    grouped heads      2 L ceil(key-value heads / t) head_dim b      keys and values; heads are repeated if t is more
     latent attention   L (kv_rank + rope_dim) b                      the compressed row, whole on every device
 
-**The pool** is what a server's share of a device leaves beside its weights, or `rollout.max_pool_tokens`, if that is
+**The pool** is what a server's share of a device leaves next to its weights, or `rollout.max_pool_tokens`, if that is
 less. A server with a smaller pool than all its responses need works on fewer of them at a time.
 """
 
@@ -35,16 +35,16 @@ EMBEDDED_ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Needs of one engine.
-
-    weights_bytes, token_bytes: of one device: its part of the weights, and of the cache of one token. longest: tokens
-    of the longest sequence, prompt included. side_by_side: sequences that the engine is asked to work on together.
-    """
+    """Memory that one engine needs."""
 
     weights_bytes: int
+    """Weights on one device."""
     token_bytes: int
+    """Cache of one token on one device."""
     longest: int
+    """Tokens of the longest sequence, prompt included."""
     side_by_side: int
+    """Sequences that the engine is asked to work on together."""
 
     @property
     def asked_bytes(self) -> int:
@@ -96,7 +96,7 @@ def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: f
     """Returns the tokens that a server's pool holds; 0 if not even the weights fit.
 
     Args:
-        gpu_bytes: memory of one GPU; None on CPUs, where the pool has a fixed size.
+        gpu_bytes: memory of one GPU; None on CPUs: the pool then has a fixed size.
     """
     if gpu_bytes is None:
         return CPU_POOL_TOKENS if rollout.max_pool_tokens is None else rollout.max_pool_tokens

@@ -18,27 +18,28 @@ from types import FrameType
 from moerl.processes.spared import STOP_SIGNALS
 
 STOPPED = 75
-"""Exit status of a run that was told to stop and can go on: EX_TEMPFAIL, which schedulers requeue."""
+"""Exit status of a run that a signal stopped and that can go on: EX_TEMPFAIL, which schedulers requeue."""
 
 TOGETHER_SECONDS = 1.0
-"""Within which Ctrl-C and another signal are one request, the other's."""
+"""Longest time between Ctrl-C and another signal that count as one request, by the other signal."""
 
 _NAMES = {int(number): number.name for number in STOP_SIGNALS}
 
 
 class GraceOverError(BaseException):
-    """The grace time is over: the run ends at once, from whatever it is in."""
+    """End of the grace time: the run ends at once, whatever it is doing."""
 
 
 class _StopNow(BaseException):
-    """Ends the work that `StopRequest.unless_stopped` does."""
+    """End of the work that `StopRequest.unless_stopped` does."""
 
 
 class StopRequest:
     """Request to stop that this process may have got.
 
     Attributes:
-        signal: name of the first stop signal, empty before.
+        signal: name of the first stop signal, or of the one that came together with Ctrl-C; empty before.
+        grace_seconds: time from the first signal to `GraceOverError`; None = without end.
     """
 
     def __init__(self) -> None:
@@ -48,9 +49,9 @@ class StopRequest:
         self._ends_work = False
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
-        """The result of `work`, which a stop signal ends at once; None where one came before it was done.
+        """Returns the result of `work`, which a stop signal ends at once; None if a signal came before it was done.
 
-        Call from the main thread, with work that may be left off anywhere.
+        Call from the main thread, with work that may be stopped at any point.
         """
         if self.signal:
             return None
@@ -66,7 +67,7 @@ class StopRequest:
             return None
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler of the stop signals."""
+        """Handles a stop signal. Runs in the main thread."""
         if self.signal:
             self._receive_another(number)
             return
@@ -93,8 +94,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def within(self, grace_seconds: float | None) -> Iterator[None]:
-        """Gives the main thread a `GraceOverError` this long after the first signal; if that has come, from now on.
-        None: never."""
+        """Raises `GraceOverError` in the main thread this long after the first signal, or from now on if that has come.
+        grace_seconds: None = never."""
         if grace_seconds is None:
             yield
             return
@@ -111,7 +112,11 @@ class StopRequest:
             signal.signal(signal.SIGALRM, before)
 
     def end_grace(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler of the timer."""
+        """Handles the timer: ends the run. Runs in the main thread.
+
+        Raises:
+            GraceOverError: always.
+        """
         os.write(2, b"the grace time is over: stopping at once\n")
         raise GraceOverError
 
@@ -123,8 +128,7 @@ def stop_signals(*, for_good: bool = False) -> Iterator[StopRequest]:
     Call from the main thread.
 
     Args:
-        for_good: the process ends after this. Once it was told to stop, further signals no longer change how; Ctrl-C
-            does.
+        for_good: the process ends after this. If it got a stop signal, it then ignores all further ones but Ctrl-C.
     """
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}

@@ -1,7 +1,7 @@
-"""Who gets how many of a run's CPU threads. Pure; any process.
+"""CPU threads of the processes of a run. Pure; any process.
 
-Processes of one machine that work at the same time share `num_threads`; those that take turns have all of them. The
-embedded engine beside the trainer works while the trainer does, but not before there is a cold start.
+Processes of one machine that work at the same time share `num_threads`; those that take turns have all of them. An
+embedded engine in its own process works while the trainer does, but not during the cold start.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from moerl.contract.trainer import Stage
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Returns the threads of the embedded engine: half of the run's, at least 1, if it works beside the trainer on one
-    machine; else all, in turns with the trainer or on a Ray node of its own."""
+    """Returns the threads of the embedded engine: half of the run's, at least 1, if it has its own process on
+    the trainer's machine; else all, in turns with the trainer or on a Ray node of its own."""
     return max(1, config.num_threads // 2) if _engine_is_beside(config) else config.num_threads
 
 

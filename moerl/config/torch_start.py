@@ -14,8 +14,9 @@ SPINS = "GOMP_SPINCOUNT"
 """How often a thread of libgomp asks whether a wait is over before it sleeps; one round takes 10 to 60 ns."""
 
 NUM_SPINS = 1000
-"""Tens of microseconds: the next operation of a small model comes within them. libgomp's own 300,000 are milliseconds,
-in which the thread that is waited for does not run if both share a core (docs/decisions/one-thread.md)."""
+"""Rounds that take tens of microseconds: the next operation of a small model comes within them. libgomp's own 300,000
+take milliseconds, in which the thread that is waited for does not run if both share a core
+(docs/decisions/one-thread.md)."""
 
 TF32 = "NVIDIA_TF32_OVERRIDE"
 """Read by NVIDIA's libraries as they are loaded; 0: products of float32 numbers are exact, whatever a caller asks for.
@@ -26,8 +27,8 @@ _LIBRARIES = r".*[/\\](site|dist)-packages[/\\]"
 
 
 def before_torch(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Bounds how long threads of torch spin, in this process and in those that it starts, unless the user has said it;
-    and ignores what the compiler says of libraries that are compiled for the first time in a new environment."""
+    """Bounds how long threads of torch spin, in this process and in those that it starts, unless the user has set that;
+    and ignores syntax warnings of libraries that are compiled for the first time in a new environment."""
     if not any(name in environment for name in _OF_THE_USER):
         environment[SPINS] = str(NUM_SPINS)
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=_LIBRARIES)

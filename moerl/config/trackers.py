@@ -22,13 +22,13 @@ LIBRARIES = {
 
 
 def _is_installed(package: str) -> bool:
-    """True for a package that can be imported; a folder of its name in the current directory is none."""
+    """Returns whether a package can be imported; a folder of its name in the current directory does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_trackers(sinks: Sequence[str], is_installed: Callable[[str], bool] = _is_installed) -> None:
-    """Raises `ConfigError` where the library of a tracker is not installed; imports none."""
+    """Raises `ConfigError` if the library of a tracker is not installed; imports none."""
     for name in sinks:
         missing = [package for package in LIBRARIES.get(name, ()) if not is_installed(package)]
         if missing:
@@ -41,7 +41,8 @@ def check_trackers(sinks: Sequence[str], is_installed: Callable[[str], bool] = _
 
 
 def tracker_environment(name: str, folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a tracker's process: the user's, and offline where that says nothing.
+    """Returns the environment of a tracker's process: the user's variables, and settings that keep the tracker offline
+    for those that the user has not set.
 
     Args:
         folder: of the tracker in the run directory.
@@ -50,7 +51,7 @@ def tracker_environment(name: str, folder: Path, environment: Mapping[str, str] 
 
 
 def _quiet(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings that the user may have made otherwise."""
+    """Returns the settings of a tracker that stays on this machine; the user's own go before them."""
     match name:
         case "wandb":
             offline = environment.get("WANDB_MODE", "offline") != "online"

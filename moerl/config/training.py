@@ -25,9 +25,9 @@ class TrainerConfig(Section):
 
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
     share_prompts: Literal["auto"] | bool = Field(
-        description="The prompt of a group is computed once, and its responses go on from it, where tokens and recorded"
-        " experts are the same; so is what all texts of a supervised batch begin with. auto = if the attention can: on"
-        " CPUs, not on GPUs. The load-balancing loss counts such rows once."
+        description="The prompt of a group is computed once, and its responses go on from it, as far as tokens and"
+        " recorded experts are the same; so is what all texts of a supervised batch begin with. auto = if the attention"
+        " can: on CPUs, not on GPUs. The load-balancing loss counts such rows once."
     )
     recompute: Literal["none", "selective", "full"] = Field(
         description="Activations computed again in the backward pass to save memory."
