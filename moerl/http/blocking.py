@@ -13,11 +13,14 @@ from moerl.http.client import HttpClient, Request, given_up
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """An answer to its last byte. headers: by name, in capitals or small letters; with texts that may be anything."""
+    """An answer to its last byte."""
 
     status: int
+    """HTTP status."""
     content: bytes
+    """Body as it came; of a status other than 200 only its beginning."""
     headers: Mapping[str, str]
+    """By name, in capitals or small letters; the texts may be anything, the request's key, too."""
 
 
 class BlockingClient:
@@ -42,7 +45,7 @@ class BlockingClient:
             seconds: from sending the request to the last byte of its answer.
 
         Raises:
-            NoAnswerError: There is none, it is too long, or it does not end in time.
+            NoAnswerError: There is no answer, it is too long, or it does not end in time.
         """
         with self._lock:
             if self._is_closed:

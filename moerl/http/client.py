@@ -27,16 +27,16 @@ from moerl.http.keys import Key
 from moerl.telemetry.terminal import excerpt
 
 MAX_SAID_BYTES = 1 << 16
-"""Largest answer that only says that something was done, and what is kept of one that says what went wrong."""
+"""Largest answer that only confirms a request, and the part of an error's body that is kept."""
 
 _EXCERPT_BYTES = 4096
-"""Bytes of a body that may be shown: so much is looked through for the key."""
+"""Bytes of a body that may be shown; only these are searched for the key."""
 
 _AS_IT_IS = {"Accept-Encoding": "identity"}
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 2.0
-"""How long a connection that nobody uses is kept: less than the 5 s after which servers close it, perhaps under a
-request that has just been sent."""
+"""Longest time that an idle connection is kept: less than the 5 s after which servers close it, perhaps under a request
+that has just been sent."""
 
 _MAX_HEADER_BYTES = 8190
 """Longest first line, header and trailer. There are at most 128 headers."""
@@ -55,12 +55,16 @@ class NoAnswerError(MoerlError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. body: JSON. key: None for an address that asks for none."""
+    """A request to an address."""
 
     method: str
+    """HTTP method, in capitals."""
     url: str
+    """Absolute address, http or https."""
     body: bytes | None = None
+    """JSON; None for a request without a body."""
     key: Key | None = None
+    """Key for the header; None for an address that asks for none."""
 
     def hide(self, text: str) -> str:
         """Returns the text without the key."""
@@ -79,14 +83,14 @@ class HttpAnswer:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Returns headers by name, in capitals or small letters; with texts that may be anything, the key as well."""
+        """Returns headers by name, in capitals or small letters; the texts may be anything, the request's key, too."""
         return self._response.headers
 
     async def read(self, max_bytes: int) -> bytes:
-        """Returns the body; the first `MAX_SAID_BYTES` and a little more of it where the status is not 200.
+        """Returns the body; if the status is not 200, only its first `MAX_SAID_BYTES` and a little more.
 
         Raises:
-            NoAnswerError: As `pieces`, or it is longer than `max_bytes`.
+            NoAnswerError: As `pieces`, or the body is longer than `max_bytes`.
         """
         # One buffer: of pieces of one byte each, a list would take forty times as much.
         content = bytearray()
@@ -108,7 +112,7 @@ class HttpAnswer:
         """Returns the body as it comes.
 
         Raises:
-            NoAnswerError: It is encoded.
+            NoAnswerError: The body is encoded.
         """
         encoding = ", ".join(self._response.headers.getall("Content-Encoding", ["identity"]))
         if encoding.lower() != "identity":
@@ -125,7 +129,7 @@ class HttpClient:
     """Connections to an address, reused between requests. Belongs to the event loop that asks first.
 
     Args:
-        max_connections: for requests under way together; further ones wait for one.
+        max_connections: most requests under way together; further ones wait for a connection.
         uses_proxies: requests go through the proxies that the environment names (`HTTPS_PROXY`, `NO_PROXY`).
     """
 
@@ -151,10 +155,10 @@ class HttpClient:
         """Yields the answer to one attempt.
 
         Args:
-            seconds: from sending the request to the last byte of its answer; None where the caller sees to it.
+            seconds: from sending the request to the last byte of its answer; None if the caller sets the limit.
 
         Raises:
-            NoAnswerError: There is none, or it does not end in time.
+            NoAnswerError: There is no answer, or it does not end in time.
         """
         if self._is_closed:
             raise given_up(request)
@@ -178,7 +182,7 @@ class HttpClient:
             raise no_time(request.url, seconds or _CONNECT_SECONDS) from None
 
     async def _sent(self, request: Request) -> aiohttp.ClientResponse:
-        """Sends the request and returns the answer, of which the headers are there."""
+        """Sends the request and returns the answer once its headers have come."""
         headers = dict(request.key.headers) if request.key is not None else {}
         if request.body is not None:
             headers["Content-Type"] = "application/json"
@@ -205,7 +209,7 @@ class HttpClient:
                 headers=_AS_IT_IS,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                 auto_decompress=False,
-                # Nothing of ~/.netrc, and proxies where they are asked for alone.
+                # Nothing of ~/.netrc, and proxies only if they are asked for.
                 trust_env=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 max_line_size=_MAX_HEADER_BYTES,
@@ -218,7 +222,7 @@ def decoded[T](content: bytes, decode: Callable[[bytes], T]) -> T:
     """Returns what `decode` makes of an answer.
 
     Raises:
-        NoAnswerError: Nothing: it is something else, or nested deeper than the interpreter's stack allows.
+        NoAnswerError: The answer is something else, or nested deeper than the interpreter's stack allows.
     """
     try:
         return decode(content)

@@ -20,7 +20,7 @@ from moerl.errors import ConfigError, MoerlError
 MAX_FILE_BYTES = 1 << 16
 
 PIECE = 8
-"""Characters of a key in a row that are hidden: a text may have been cut in the middle of a key."""
+"""Fewest characters of a key in a row that are hidden: a text may have been cut in the middle of a key."""
 
 HIDDEN = "[key]"
 
@@ -38,7 +38,7 @@ class Key:
         value: 1 to 4096 printable ASCII characters without blanks.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
 
     def __init__(self, value: str) -> None:
@@ -53,7 +53,7 @@ class Key:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Returns the header that has it."""
+        """Returns the header that holds the key."""
         return {"Authorization": f"Bearer {self._value}"}
 
     def hide(self, text: str) -> str:
@@ -72,7 +72,7 @@ class Key:
         return "".join(HIDDEN if is_hidden else "".join(text[place] for place in places) for is_hidden, places in runs)
 
     def _found(self, units: list[tuple[int, int, str]]) -> Iterator[tuple[int, int]]:
-        """Yields where pieces of the key start and end. units: start, end and character, for each."""
+        """Yields the start and end of each piece of the key in the text. units: start, end and character of each."""
         said = "".join(each.lower() if each.isascii() else each for _, _, each in units)
         for size in self._sizes:
             for first in range(len(said) - size + 1):
@@ -111,7 +111,7 @@ def _pieces(form: str) -> Iterator[str]:
 
 
 def read_key(path: Path, what: str) -> Key:
-    """Reads a file that holds a key alone. what: the file, for errors.
+    """Reads a file that holds a key alone. what: name of the file, for errors.
 
     Raises:
         ConfigError: As `read_private`, or it holds something else, which the error does not show.
@@ -132,12 +132,13 @@ def read_private(path: Path, what: str, error: type[MoerlError], *, remedy: str)
     """Reads a file with keys.
 
     Args:
-        what: the file, for errors.
-        error: the kind of them.
-        remedy: for a file that cannot be read.
+        what: name of the file, for errors.
+        error: class of the errors.
+        remedy: of the error for a file that cannot be read.
 
     Raises:
-        MoerlError: Of that kind: it cannot be read, is no file, is longer than `MAX_FILE_BYTES`, or others may read it.
+        MoerlError: Of that class: the file cannot be read, is no regular file, is longer than `MAX_FILE_BYTES`, or
+            others may read it.
     """
     try:
         # A pipe would keep us waiting for a writer.

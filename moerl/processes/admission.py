@@ -1,10 +1,10 @@
 """The one place where callers are let in over TCP: only those who prove that they know a key. Standard library alone.
 
-    whoever listens    `Admission`: hears each caller by itself, and hands on the connections of those who know the key
+    the listener       `Admission`: a thread for each caller's handshake; hands on connections of callers with the key
     a caller           `connect`
 
-Strangers can call, too. One who says nothing, half of a handshake or something else costs a thread for a few seconds,
-and keeps nobody else out.
+Strangers can call, too. A stranger who sends nothing, half of a handshake or something else costs a thread for a few
+seconds, and keeps nobody else out.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 HANDSHAKE_SECONDS = 10.0
-"""For all of a handshake; between processes of a run it takes milliseconds."""
+"""Longest time of a whole handshake; between processes of a run it takes milliseconds."""
 CONNECT_SECONDS = 60.0
-"""For a caller, who tries again where it was turned away."""
+"""Longest time of a caller, who tries again if it was turned away."""
 MAX_HANDSHAKES = 64
-"""At the same time. The one that has taken longest makes room for one more caller."""
+"""Most handshakes at the same time. The oldest one makes room for one more caller."""
 _LET_IN = b"#IN"
 _PAUSE_SECONDS = 0.1
-"""Before listening goes on where the system could not accept a caller: for want of descriptors, for example."""
+"""Time before listening goes on if the system could not accept a caller, for want of descriptors for example."""
 
 
 class Admission:
     """A listening socket. Callers are heard side by side, each in a thread of its own.
 
     Args:
-        host: where it listens, at a free port.
-        admit: takes a connection and the caller's first words, in a thread; OSError refuses it.
-        num_bytes: most that the first words may have; 0: there are none.
+        host: address to listen at, on a free port.
+        admit: called with a connection and the caller's first words, in its thread; OSError refuses the caller.
+        num_bytes: most bytes of the first words; 0 = there are none.
 
     Attributes:
-        key: what callers have to know; made here.
+        key: 32 random bytes that callers have to know; made here.
+        port: that it listens at.
     """
 
     def __init__(self, host: str, admit: Callable[[Connection, bytes], None], num_bytes: int = 0) -> None:
@@ -51,12 +52,12 @@ class Admission:
         self.port = int(self._listener.getsockname()[1])
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._heard: dict[int, tuple[socket.socket, float]] = {}
-        """Callers whose handshake is under way, in the order in which they came, and when their time is over."""
+        """By number, in the order of their coming: callers whose handshake is under way, and the time that ends it."""
         self._is_closed = False
         threading.Thread(target=self._listen, name="admission", daemon=True).start()
 
     def close(self) -> None:
-        """Listens no more, and turns away whoever has not been let in. Once more is harmless."""
+        """Stops listening, and turns away callers who have not been let in. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             for caller, _ in self._heard.values():
@@ -80,7 +81,7 @@ class Admission:
                 self._begin(caller)
 
     def _turn_late_ones_away(self) -> float | None:
-        """Returns the seconds until the next one is late."""
+        """Hangs up callers whose time is over; returns the seconds until the next one is late, None without callers."""
         now = time.monotonic()
         for caller, until in self._heard.values():
             if until <= now:
@@ -98,7 +99,7 @@ class Admission:
             number = next(self._numbers)
             self._heard[number] = caller, time.monotonic() + HANDSHAKE_SECONDS
         try:
-            # What the thread reads from is its own; the other one can be hung up by others.
+            # The thread reads from a descriptor of its own; other threads can hang up the first one.
             connection = Connection(caller.dup().detach())
             args = (number, caller, connection)
             threading.Thread(target=self._hear, args=args, name="handshake", daemon=True).start()
@@ -111,7 +112,7 @@ class Admission:
         caller.close()
 
     def _hear(self, number: int, caller: socket.socket, connection: Connection) -> None:
-        """Hands the connection on where the caller knows the key and was in time; closes it otherwise."""
+        """Hands the connection on if the caller knows the key and was in time; else closes it. Runs in a thread of its own."""
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
@@ -123,7 +124,7 @@ class Admission:
             connection.send_bytes(_LET_IN)
             self._admit(connection, words)
         except (AuthenticationError, OSError, EOFError, ValueError):
-            # A stranger, or gone meanwhile.
+            # The caller is a stranger, or gone.
             connection.close()
         finally:
             self._forget(number, caller)
@@ -133,11 +134,12 @@ def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECOND
     """Returns a connection to an `Admission`.
 
     Args:
-        seconds: that it may take until one is accepted, and for each message of the handshake.
-        words: the first ones.
+        seconds: longest time until the connection is accepted, and of each message of the handshake.
+        words: first words for the listener.
 
     Raises:
-        OSError: nobody listens there, or it takes too long. EOFError: it does not let this caller in.
+        OSError: nobody listens there, or it takes too long.
+        EOFError: the listener turned this caller away for all of `seconds`.
         AuthenticationError: one side does not know the key.
     """
     until = time.monotonic() + seconds
@@ -145,7 +147,7 @@ def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECOND
         try:
             return _connect(host, port, key, seconds, words)
         except (EOFError, ConnectionResetError, BrokenPipeError):
-            # It had to make room for others.
+            # The listener had to make room for others.
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE_SECONDS)
@@ -161,7 +163,7 @@ def _connect(host: str, port: int, key: bytes, seconds: float, words: bytes) -> 
             deliver_challenge(connection, key)
             if words:
                 connection.send_bytes(words)
-            # Until now it may have had to make room.
+            # The answer shows that the listener did not have to make room.
             connection.recv_bytes(len(_LET_IN))
             _limit_receiving(connected, 0.0)
         except BaseException:
@@ -171,13 +173,13 @@ def _connect(host: str, port: int, key: bytes, seconds: float, words: bytes) -> 
 
 
 def _limit_receiving(connected: socket.socket, seconds: float) -> None:
-    """0: without a limit. The system's own, because connections of `multiprocessing` know none."""
+    """Limits the time of each read by a socket option: connections of `multiprocessing` have no limit. 0 = no limit."""
     whole = int(seconds)
     told = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, told)
 
 
 def _hang_up(connected: socket.socket) -> None:
-    """Ends a connection for whoever reads from it, in whatever thread."""
+    """Ends a connection, also for a thread that waits to read from it."""
     with contextlib.suppress(OSError):  # closed before
         connected.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,5 @@
-"""Messages between the controller and its child processes over stream sockets: two lengths, a message, and a
-frame or nothing.
+"""Messages between the controller and its child processes over stream sockets: two lengths, a message, and a frame or
+nothing.
 
 The controller serves many ranks at once and never blocks: `Outbox` and `Inbox`. A rank waits: `send` and `receive`.
 """
@@ -45,7 +45,7 @@ class Inbox:
         self._data = bytearray()
 
     def read(self, connection: socket.socket) -> list[bytes]:
-        """Takes what is there; the messages that are whole now."""
+        """Reads what has come, without waiting, and returns the messages that are whole now."""
         try:
             data = connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -74,7 +74,7 @@ def send(connection: socket.socket, message: bytes, frame: bytes = b"") -> None:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytes]:
-    """The next message and its frame. Raises `EOFError` where the other side has closed its end."""
+    """Waits for the next message and its frame. Raises `EOFError` if the other side has closed its end."""
     length, frame_length = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
     return _read(connection, length), _read(connection, frame_length)
 

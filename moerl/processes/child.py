@@ -28,10 +28,11 @@ class Child:
     """A process and our end of its socket.
 
     Args:
-        program: command, to which the descriptor of its socket is added, then those in `given`.
-        log: file that its output is added to; its folder is made.
+        program: command; the descriptor of the process's socket is added as an argument, then those in `given`.
+        log: file that the output is appended to; its folder is made.
         environment: of the process; None = that of this process.
-        inherited: descriptors that it gets without being told.
+        given: descriptors to inherit, also named in the command.
+        inherited: descriptors to inherit that the command does not name.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Child:
         return self._process.pid
 
     def wait(self, seconds: float) -> None:
-        """Waits for its end; kills it if that takes longer."""
+        """Waits for the end of the process; kills it if that takes longer."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -72,12 +73,12 @@ class Child:
         self._process.wait()
 
     def release(self) -> None:
-        """Closes our end of the socket, and removes a log without output. Once more is harmless."""
+        """Closes our end of the socket, and removes a log without output. A second call does nothing."""
         self.socket.close()
         remove_empty(self.log)
 
     def describe_end(self, seconds: float) -> str:
-        """Returns how it ended; waits for that up to `seconds`."""
+        """Waits up to `seconds` for the end of the process; returns how it ended."""
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

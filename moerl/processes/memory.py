@@ -12,11 +12,11 @@ _SETTINGS = {_MMAP_THRESHOLD: 1024 * _MIB, _TRIM_THRESHOLD: 512 * _MIB, _TOP_PAD
 
 
 def keep_freed_memory() -> bool:
-    """Lets malloc keep up to 512 MiB of what is freed. By itself it gives blocks of some MiB back to the system at
+    """Lets malloc keep up to 512 MiB of freed memory. By default malloc gives blocks of some MiB back to the system at
     once, and the next step pays for every page again: a tenth of a step of small models on a CPU.
 
     Returns:
-        Whether malloc took the settings: there is none to tell where the C library is not glibc.
+        True if malloc has the settings now; False if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(name, value) for name, value in _SETTINGS.items())

@@ -1,4 +1,4 @@
-"""Ties between processes of a run: where they meet, and that a child dies with its parent. Torch-free."""
+"""Ties between processes of a run: files to meet in, and the death of a child with its parent. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def new_rendezvous(folder: Path) -> Path:
-    """A file of its own in `folder` for torch.distributed to meet in: unlike a port, nobody else can take it. Not made
-    yet."""
+    """Names a new file in `folder` for torch.distributed to meet in: unlike a port, nobody else can take it. The file
+    is not made yet."""
     return folder.resolve() / f".rendezvous-{uuid.uuid4().hex}"
 
 
@@ -34,14 +34,14 @@ def belong_to_parent() -> None:
 
 
 def belong_to(parent: int) -> None:
-    """Makes this process one that ends with its parent, of this pid, and by no signal to the whole job. First thing in
-    every child that `start_spared` starts."""
+    """Makes this process end with its parent, of this pid, and by no signal to the whole job. Every child that
+    `start_spared` starts calls this first."""
     ignore_stop_signals()
     die_with(parent)
 
 
 def die_with(parent: int) -> None:
-    """On Linux: asks the kernel to kill this process when its parent, of this pid, dies, however it dies."""
+    """Asks the kernel to kill this process when its parent, of this pid, dies in any way. Does nothing but on Linux."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
