@@ -1,4 +1,4 @@
-"""Composes values from the YAML groups, recipes and overrides; they are plain data, validated in `moerl.config.load`.
+"""Composition of values from the YAML groups, recipes and overrides: plain data, which `moerl.config.load` validates.
 
 The only module that knows Hydra and OmegaConf. Torch-free; runs in the command line and in every rank.
 """

@@ -1,4 +1,4 @@
-"""From pydantic's errors to a `ConfigError` with dotted path, value seen, value expected and remedy. Pure."""
+"""Pydantic's errors as a `ConfigError` with dotted path, value seen, value expected and remedy. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the configuration of a command: composed (`moerl.config.compose`), validated once, checked.
+"""The configuration of a command, loaded: composed (`moerl.config.compose`), validated once, checked.
 
 Torch-free. Runs in the command line, before anything else starts; ranks that a launcher started load the same
 configuration from the same arguments.

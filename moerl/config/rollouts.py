@@ -14,7 +14,7 @@ CPU_POOL_TOKENS = 65536
 
 
 class SamplingConfig(Section):
-    """How responses are sampled, on every engine."""
+    """Settings of sampling on every engine."""
 
     dtype: SamplerFloatName = Field(
         description="Precision; on a CPU rounded to. float8: embedded engine alone, emulated."

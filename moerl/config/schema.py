@@ -214,7 +214,7 @@ class KeepSamplingMaskConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How trained weights get to the engine."""
+    """Updates of the engine's weights."""
 
     gather: Literal["sender", "allgather"] = Field(
         description="sender = each part goes only to the rank that sends it to the engine; allgather = every rank that"
@@ -286,7 +286,7 @@ class CheckpointConfig(Section):
 
 
 class MismatchConfig(Section):
-    """Sampler against trainer."""
+    """Comparison of the sampler with the trainer."""
 
     every: CountOrZero = Field(description="Steps between mismatch tables; 0 = at the first and last step only.")
 

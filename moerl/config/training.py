@@ -1,4 +1,4 @@
-"""The section `trainer`: how a training step is cut up, and how it computes. Read by every process."""
+"""The section `trainer`: the parts of a training step, and its arithmetic. Read by every process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bare_on_off(value: object) -> object:
 
 
 class TrainerConfig(Section):
-    """How a training step is cut up."""
+    """Settings of a training step."""
 
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
     share_prompts: Literal["auto"] | bool = Field(

@@ -112,7 +112,7 @@ class Admission:
         caller.close()
 
     def _hear(self, number: int, caller: socket.socket, connection: Connection) -> None:
-        """Hands the connection on if the caller knows the key and was in time; else closes it. Runs in a thread of its own."""
+        """Hands the connection on if the caller knows the key and was in time; closes it otherwise."""
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)

@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 DEV_POOL = 512
-"""Problems reserved for the dev split; fewer where the settings have less than eight times as many
-problems."""
+"""Problems reserved for the dev split; fewer if the settings have less than eight times as many problems."""
 
 HELDOUT_POOL = 2048
-"""Problems reserved for the held-out split; fewer where the settings have less than four times as many
-problems."""
+"""Problems reserved for the held-out split; fewer if the settings have less than four times as many problems."""
 
 _FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 7_000_000_000}
 _SEEDS_PER_SPLIT = 1_000_000_000
@@ -84,16 +82,20 @@ class SolutionStep:
     """One step of a worked solution: `left` `operator` `right` = `result`."""
 
     left: int
+    """First term, or the result of the step before."""
     operator: str
+    """+ or -."""
     right: int
+    """Next term, 0 or more."""
     result: int
+    """Sum or difference, exact."""
 
     def __str__(self) -> str:
         return f"{self.left}{self.operator}{self.right}={self.result}"
 
 
 def solve(expression: str) -> list[SolutionStep]:
-    """The steps that evaluate ``a + b - c ...`` (tokens separated by blanks) from left to right."""
+    """Returns the steps that evaluate ``a + b - c ...`` (tokens separated by blanks) from left to right."""
     tokens = expression.split()
     running = int(tokens[0])
     steps = []
@@ -106,7 +108,7 @@ def solve(expression: str) -> list[SolutionStep]:
 
 
 def final_answer(response: str) -> str | None:
-    """The integer, as written, of a last line ``#### <int>``; None where the response does not end in one."""
+    """Returns the integer, as written, of a last line ``#### <int>``; None if the response does not end in one."""
     match = _FINAL_ANSWER.search(response)
     return match.group(1) if match else None
 
@@ -114,9 +116,9 @@ def final_answer(response: str) -> str | None:
 class ChainSumTask(DemonstrationTask, WorkedTask):
     """Sums whose splits are disjoint.
 
-    The splits are disjoint by the text of the sum: dev and heldout are pools of fixed size, drawn from seeds
-    of their own; train skips every sum of either pool. Nothing in a split depends on what was asked of
-    another, and the first n prompts of a split are the same whatever n is.
+    The splits are disjoint by the text of the sum: dev and heldout are pools of fixed size, drawn from seeds of their
+    own; train skips every sum of either pool. No split depends on requests for another one, and the first n prompts of
+    a split are the same whatever n is.
     """
 
     open_vocabulary = False
@@ -129,7 +131,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         self._splits: dict[str, _Split] = {}
 
     def size(self, split: str) -> int:
-        """How many prompts a split has."""
+        """Counts the prompts of a split."""
         if split not in self._sizes:
             raise ConfigError(
                 "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
@@ -137,7 +139,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return self._sizes[split]
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
-        """The first `count` prompts of a split, drawn when first asked for. `ConfigError` where it has fewer."""
+        """Returns the first `count` prompts of a split, drawn when needed. `ConfigError` if the split has fewer."""
         if not 0 <= count <= self.size(split):
             raise ConfigError(
                 f"the {split} split of chain_sum does not have that many prompts",
@@ -150,9 +152,9 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return self._splits[split].first(count)
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
-        """`reward` and `accuracy`: 1 where the response stopped by itself and its last line holds exactly
-        the answer, to the satisfaction of reasoning-gym's own verifier as well; else 0. `worked`: 1 where a
-        step is written out; never trained on."""
+        """Returns `reward` and `accuracy`: 1 if the response stopped by itself and its last line holds exactly the
+        answer, by reasoning-gym's own verifier, too; else 0. `worked`: 1 if a step is written out, else 0; never
+        trained on."""
         answer = final_answer(response)
         correct = (
             finish_reason is FinishReason.STOP
@@ -163,7 +165,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return at_once({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
 
     def worked_solution(self, prompt: Prompt) -> str:
-        """The steps, separated by semicolons, then the answer."""
+        """Returns the steps, separated by semicolons, then the answer."""
         steps = ";".join(str(step) for step in solve(prompt.facts["expression"]))
         return f"{steps}\n{self.bare_answer(prompt)}"
 
@@ -171,21 +173,21 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return f"{_ANSWER_MARK}{prompt.facts['answer']}"
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
-        """Worked with the configured probability, else bare; a pure function of `seed` and the prompt,
-        whatever its company."""
+        """Returns solutions, worked with the configured probability, else bare: each a pure function of `seed` and its
+        prompt."""
         return [
             self.worked_solution(prompt) if self._is_worked(prompt, seed) else self.bare_answer(prompt)
             for prompt in prompts
         ]
 
     def work_prefix(self, prompt: Prompt) -> str:
-        """The first number and operator of the sum: the start of the first step, without any result."""
+        """Returns the first number and operator of the sum: the start of the first step, without any result."""
         first = solve(prompt.facts["expression"])[0]
         return f"{first.left}{first.operator}"
 
     def tokenizer_texts(self, count: int) -> list[str]:
-        """Prompts and worked solutions of the first `count` training prompts: what a tokenizer is trained
-        on."""
+        """Returns prompts and worked solutions of the first `count` training prompts: a tokenizer is trained on
+        them."""
         prompts = self.prompts("train", min(count, self.size("train")))
         return [text for prompt in prompts for text in (prompt.text, self.worked_solution(prompt))]
 
@@ -194,7 +196,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return draw < self.config.worked_probability[prompt.facts["num_terms"]]
 
     def _reserved(self, split: str) -> set[str]:
-        """The sums that a split must not hold, since another one reserved them."""
+        """Returns the sums that a split must not hold, since another one reserved them."""
         others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
         return {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
 
@@ -232,7 +234,7 @@ class _Split:
 
 
 def num_problems(config: ChainSumTaskConfig) -> int:
-    """How many different sums a configuration has."""
+    """Counts the different sums of a configuration."""
     total = 0
     for digits in range(config.min_digits, config.max_digits + 1):
         numbers = 10 if digits == 1 else 9 * 10 ** (digits - 1)

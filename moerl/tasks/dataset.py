@@ -42,10 +42,10 @@ class DatasetTaskConfig(SetKeys, TaskSection):
         description="Seed of the order of the problems of each split; null = that of the files."
     )
     heldout_fraction: Share = Field(
-        description="Share of training rows kept for the final numbers, where a set has no split for it."
+        description="Share of training rows kept for the final numbers, if a set has no split for it."
     )
     dev_fraction: Share = Field(
-        description="Share of training rows kept for evaluation while training, where a set has no split for it."
+        description="Share of training rows kept for evaluation while training, if a set has no split for it."
     )
     rewards: dict[RewardName, Reward] = Field(description="Rewards by name; what is trained on is their weighted sum.")
     accuracy: str | None = Field(description="Name of the reward that is reported as accuracy; null = the first.")

@@ -85,7 +85,7 @@ class _JsonlSet(DataSet):
 
 
 class JsonlTask(RowsTask):
-    """Rows of a file, in its order, and what the user's function says of responses: its rewards as they are."""
+    """Rows of a file, in its order, and the rewards of the user's function as they are."""
 
     def __init__(self, config: JsonlTaskConfig) -> None:
         self.config = config
@@ -100,5 +100,5 @@ class JsonlTask(RowsTask):
         )
 
     def response(self, prompt: Prompt) -> str | None:
-        """The demonstration of a row; None where it has none."""
+        """Returns the demonstration of a row; None if the row has none."""
         return self._problems[prompt.prompt_id].response

@@ -15,7 +15,7 @@ from moerl.tasks.section import TaskSection
 
 
 def _sections() -> list[type[TaskSection]]:
-    """The sections of all tasks, in the order of their modules' names."""
+    """Finds the sections of all tasks, in the order of their modules' names."""
     names = [f"moerl.tasks.{each.name}" for each in pkgutil.iter_modules(moerl.tasks.__path__)]
     modules = [importlib.import_module(name) for name in names if name != __name__]
     return [

@@ -11,15 +11,14 @@ from moerl.sections import Section
 
 
 class TaskSection(Section):
-    """Base of the ``task`` section of every task. A subclass gives `name` a literal type and adds its keys.
-
-    may_change: keys that may have another value when a run is resumed.
-    plan_values: values of mandatory keys that a plan takes where none are given; a plan reads no data.
-    """
+    """Base of the ``task`` section of every task. A subclass gives `name` a literal type and adds its keys."""
 
     name: Any
+    """Name of the task, by which a configuration chooses it."""
     may_change: ClassVar[Set[str]] = frozenset()
+    """Keys that may have another value when a run is resumed."""
     plan_values: ClassVar[Mapping[str, str]] = {}
+    """Values of mandatory keys that a plan uses if none are given; a plan reads no data."""
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -28,7 +27,7 @@ class TaskSection(Section):
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens; longer prompts are left out. None = none is."""
+        """Most tokens of a prompt; longer ones are left out. None = no limit."""
         return None
 
     @property
@@ -48,12 +47,12 @@ class TaskSection(Section):
 
     @property
     def hub_sets(self) -> tuple[str, ...]:
-        """Data sets of the hub, which opening the task fetches into its cache."""
+        """Data sets of the hub that opening the task fetches into the cache."""
         return ()
 
     @abstractmethod
     def open(self) -> Task:
-        """The task; close it. Raises `ConfigError` where its data is unusable."""
+        """Opens the task, which the caller has to close. Raises `ConfigError` if the data is unusable."""
 
     def check(self, *, sft_steps: int) -> None:
         """Checks the rules between keys. Reads no files.

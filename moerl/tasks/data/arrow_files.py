@@ -1,8 +1,7 @@
 """Arrow files of `save_to_disk`, looked at before Hugging Face `datasets` maps them into memory.
 
 The library maps buffers as they are, but unpacks compressed ones all at once: 3 KB can stand for 3 GB. It writes none.
-What a message says of itself is a flatbuffer; numbers of fields are those of Arrow's format. Runs in the
-controller.
+The metadata of a message are a flatbuffer; numbers of fields are those of Arrow's format. Runs in the controller.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _is_compressed(message: bytes) -> bool:
 
 
 def _field(message: bytes, table: int, number: int) -> int:
-    """Returns where a field of a table is; 0 for one that is not there."""
+    """Returns the byte position of a field of a table; 0 for a field that is missing."""
     (back,) = struct.unpack_from("<i", message, table)
     names = table - back
     (size,) = struct.unpack_from("<H", message, names)
@@ -58,6 +57,6 @@ def _field(message: bytes, table: int, number: int) -> int:
 
 
 def _table(message: bytes, table: int, number: int) -> int:
-    """Returns where the table is that a field points to."""
+    """Returns the byte position of the table that a field points to."""
     at = _field(message, table, number)
     return at + struct.unpack_from("<I", message, at)[0]

@@ -19,7 +19,7 @@ def commit_of_set(name: str, revision: str | None) -> str:
 
 
 def silent_bars() -> type[Any]:
-    """Progress bars of the library that draw nothing: some of them draw also where there is no terminal."""
+    """Returns a class of the library's progress bars that draws nothing: its own draw without a terminal, too."""
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):

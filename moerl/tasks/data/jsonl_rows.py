@@ -1,5 +1,4 @@
-"""The rows of a JSON-lines file, read strictly: what is wrong with a line is said with its number. Runs in the
-controller."""
+"""The rows of a JSON-lines file, read strictly: errors name the number of the line. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ MAX_LINE_BYTES = 1 << 24
 
 
 def read_rows(path: Path, key: str = "task.path") -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON-lines file with their line numbers, from 1.
+    """Yields the objects of a JSON-lines file with their line numbers, from 1.
 
     Args:
-        key: of the configuration, which errors name.
+        key: key of the configuration, for errors.
 
     Raises:
         ConfigError: The file cannot be read, or a line is no JSON object.
@@ -84,7 +83,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def bad_line(key: str, path: Path, number: int, seen: str, expected: str) -> ConfigError:
-    """The error for a line of a file."""
+    """Returns the error for a line of a file."""
     return ConfigError(
         f"{key}: bad line {path}:{number}",
         seen=seen,

@@ -15,7 +15,11 @@ _ASKS = ("user", "tool")
 
 
 class MessagesError(ValueError):
-    """Messages that cannot be a prompt. Args: what was seen, what was expected."""
+    """Messages that cannot be a prompt.
+
+    Args:
+        seen, expected: for the message of the error.
+    """
 
     def __init__(self, seen: str, expected: str) -> None:
         super().__init__(seen, expected)
@@ -23,15 +27,15 @@ class MessagesError(ValueError):
 
 
 def read_chat(value: list[Any], tools: object, system: str | None) -> tuple[Chat, str | None]:
-    """Messages as a chat that ends with a question, and the answer behind it where the row has one.
+    """Returns messages as a chat that ends with a question, and the answer behind it, None if the row has none.
 
     Args:
         value: messages in their order.
         tools: None, a list of JSON schemas, or a JSON text of one.
-        system: put first where the messages have no system message.
+        system: text put first if the messages have no system message; None = none is put.
 
     Raises:
-        MessagesError: There are none, one has no known role or no text, or nothing is asked.
+        MessagesError: There are no messages, one has no known role or no text, or nothing is asked.
     """
     messages = [_message(number, each) for number, each in enumerate(value)]
     answer = None
@@ -46,14 +50,14 @@ def read_chat(value: list[Any], tools: object, system: str | None) -> tuple[Chat
 
 
 def chat_key(chat: Chat) -> str:
-    """A text that equal chats share."""
+    """Returns a text that equal chats share."""
     return json.dumps([chat.messages, chat.tools], sort_keys=True, ensure_ascii=False)
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise MessagesError(f"message {number} is {excerpt(repr(value), 80)}", "a mapping with role and content")
-    # Arrow fills in what only other messages have.
+    # Arrow fills in keys that only other messages have.
     message = {str(key): each for key, each in value.items() if each is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -86,7 +90,7 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the nulls that Arrow fills in."""
+    """Returns a value without the nulls that Arrow fills in."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

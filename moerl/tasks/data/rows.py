@@ -1,4 +1,4 @@
-"""From a row to a prompt: which columns mean what, and which rows stay. Pure functions; any process."""
+"""Prompts from rows: the meaning of columns, and the rows that stay. Pure functions; any process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from moerl.telemetry.terminal import excerpt
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A row as a prompt.
-
-    place: where the row is. key: a text that equal problems share, whatever is put around them. response: its
-    demonstration, None where it has none.
-    """
+    """A row as a prompt."""
 
     prompt: Prompt
+    """Prompt, with all columns of the row as its facts."""
     place: str
+    """Place of the row, for messages: file and line, or set and row."""
     key: str
+    """Text that equal problems share, whatever wording is put around them."""
     response: str | None
+    """Demonstration; None if the row has none."""
 
 
 def problem(data: DataSet, row: Row, *, text_as: str) -> Problem:
-    """The problem of a row.
+    """Returns the problem of a row.
 
     Args:
-        text_as: `raw` = a prompt that is a text is what the model continues; `user` = it is a user's message.
+        text_as: `raw` = the model continues a prompt that is a text; `user` = such a prompt is a user's message.
 
     Raises:
         ConfigError: A column is missing or of another kind, or messages cannot be a prompt.
@@ -84,7 +84,7 @@ def _meets(condition: RowFilter, value: Any) -> bool:
 
 
 def _same(value: object, wanted: object) -> bool:
-    """Equal, where true is not 1."""
+    """Returns whether values are equal; true is not 1."""
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
@@ -112,7 +112,7 @@ def _response(data: DataSet, row: Row, answer: str | None) -> str | None:
 
 
 def bad_row(row: Row, seen: str, expected: str) -> ConfigError:
-    """The error for a row."""
+    """Returns the error for a row."""
     return ConfigError(
         f"bad row {row.place}",
         seen=seen,

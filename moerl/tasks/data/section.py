@@ -1,4 +1,4 @@
-"""Settings of data sets: where their rows are, which columns mean what, which rows are left out.
+"""Settings of data sets: the place of their rows, the meaning of columns, the rows that are left out.
 
 Torch-free; any process.
 """
@@ -53,7 +53,7 @@ class SetKeys(Section):
     )
     response: Column | None = Field(
         default=None,
-        description="Column of a demonstration; null = the last message where that is the assistant's, else none.",
+        description="Column of a demonstration; null = the last message if that is the assistant's, else none.",
     )
     tools: Column | None = Field(
         default=None,
@@ -63,9 +63,9 @@ class SetKeys(Section):
         default=None, description="System message put before the messages of rows that have none of their own."
     )
     wording: str | None = Field(
-        default=None, description="Text around a prompt that is a text, with {prompt} where it goes."
+        default=None, description="Text around a prompt that is a text, with {prompt} in its place."
     )
-    filters: list[RowFilter] | None = Field(default=None, description="Which rows stay; all of them must agree.")
+    filters: list[RowFilter] | None = Field(default=None, description="Filters; a row stays if it meets all of them.")
     streaming: bool | None = Field(
         default=None,
         description="Read the first max_rows rows of a shuffled stream, and nothing beyond; for sets that are too large"
@@ -86,21 +86,22 @@ class DataSet(SetEntry):
     """A set as it is read: keys of its own, and for the rest those of all sets."""
 
     name: str
+    """Name of the set in `task.sets`; empty if there is only one, without entries."""
 
     def of(self, key: str) -> str:
-        """A key of this set, as messages name it."""
+        """Returns the dotted path of a key of this set, for messages."""
         return f"task.sets.{self.name}.{key}" if self.name else f"task.{key}"
 
 
 def data_sets(shared: SetKeys, entries: dict[str, SetEntry]) -> list[DataSet]:
-    """The sets of a configuration, keys merged. Without entries there is one, without a name."""
+    """Returns the sets of a configuration, keys merged; without entries one set without a name."""
     common = {key: getattr(shared, key) for key in SetKeys.model_fields}
     if not entries:
         return [DataSet(name="", **common)]
     sets = []
     for name, entry in entries.items():
         own = {key: value for key, value in entry if value is not None}
-        # A set that says where it is has no other place.
+        # A set with a place of its own does not have that of all sets.
         elsewhere = ("path", "hub") if {"path", "hub"} & own.keys() else ()
         values: dict[str, Any] = {**common, **dict.fromkeys(elsewhere), **own, "name": name}
         sets.append(DataSet(**values))
@@ -125,7 +126,7 @@ def check_set(data: DataSet) -> None:
         )
     if data.wording is not None and data.wording.count("{prompt}") != 1:
         raise ConfigError(
-            f"{data.of('wording')}: says not once where the prompt goes",
+            f"{data.of('wording')}: must hold {{prompt}} once",
             seen=repr(data.wording),
             expected="a text with {prompt} in one place",
             remedy='for example "{prompt}\\n\\nPut the final answer into \\\\boxed{}."',
@@ -148,11 +149,11 @@ def check_set(data: DataSet) -> None:
 
 
 def check_place(data: DataSet) -> None:
-    """Looks whether what a set names is there. Raises `ConfigError`."""
+    """Checks that a set names its rows, and that a path exists. Raises `ConfigError`."""
     if data.path is None and data.hub is None:
         raise ConfigError(
             f"{data.of('path')} and {data.of('hub')}: none of them is given",
-            expected="where the rows are",
+            expected="one of them",
             remedy=f"add {data.of('path')}=FILE, or {data.of('hub')}=OWNER/NAME",
         )
     if data.path is not None and not data.path.exists():

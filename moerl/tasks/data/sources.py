@@ -27,29 +27,32 @@ from moerl.tasks.data.section import DataSet, Split
 from moerl.telemetry.terminal import excerpt
 
 SHUFFLE_BUFFER = 10_000
-"""Rows of a stream that are held to shuffle it."""
+"""Rows of a stream in memory at once, to shuffle it."""
 
 READ_ROWS = 1000
-"""Rows of a Parquet file that are held."""
+"""Rows of a Parquet file in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a set. place: where it is, for messages. label: unique in its set. values: plain data, by column."""
+    """A row of a set."""
 
     place: str
+    """Place of the row, for messages: file and line, or set and row."""
     label: str
+    """Name of the row, unique in its set."""
     values: dict[str, Any]
+    """Plain data, by column."""
 
 
 def read_set(data: DataSet, split: Split, seed: int) -> Iterator[Row] | None:
-    """The rows that a set has for a split (train, dev or heldout); None where it has no such split of its own.
+    """Reads the rows that a set has for a split (train, dev or heldout); None if the set has no such split of its own.
 
     Args:
         seed: of the shuffling of a stream.
 
     Raises:
-        ConfigError: They cannot be read, or a row is not plain data. Also while rows are taken.
+        ConfigError: Rows cannot be read, or one is not plain data. Also raised by the iterator.
     """
     named = (data.splits or {}).get(split)
     if named is None and split != "train":
@@ -79,7 +82,7 @@ def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterat
 
 
 def _shuffled[T](rows: Iterator[T], seed: int) -> Iterator[T]:
-    """Each row comes out of a buffer in place of a later one."""
+    """Yields rows at random from a buffer, which later rows refill."""
     draws, held = random.Random(seed), list(islice(rows, SHUFFLE_BUFFER))
     for row in rows:
         place = draws.randrange(len(held))
@@ -159,8 +162,8 @@ def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:
 
 
 def _library() -> Any:
-    """Hugging Face `datasets`, in the processes that read a set. It is not to import torch, which login nodes lack, nor
-    to draw over the lines of the run."""
+    """Imports Hugging Face `datasets` in a process that reads a set, so that it does not import torch, which login
+    nodes lack, nor draw over the lines of the run."""
     import datasets
     import datasets.config
 
@@ -179,7 +182,7 @@ def _no_split(data: DataSet, split: str, seen: str) -> ConfigError:
 
 
 def _rows(data: DataSet, name: str, rows: Iterable[Any], most: int | None = None) -> Iterator[Row]:
-    """Rows with their numbers, from 0 as the library counts them.
+    """Yields rows with their numbers, from 0 as the library counts them.
 
     Args:
         most: bytes that all of them may take as JSON; files of Arrow can repeat a text as those of Parquet can.
@@ -230,7 +233,7 @@ def _check_plain(place: str, row: dict[str, Any]) -> int:
 
 @contextmanager
 def _reading(data: DataSet, what: str) -> Iterator[None]:
-    """Errors of the library as `ConfigError`."""
+    """Raises errors of the library as `ConfigError`."""
     key = data.of("path" if data.path is not None else "hub")
     try:
         yield

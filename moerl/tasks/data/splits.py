@@ -1,7 +1,7 @@
 """Splits of problems, their order, and their repetitions. Pure but for the reading; runs in the controller.
 
-No prompt is in two splits of a set: splits that are cut out of its training rows are told apart by a hash of the
-prompt, and prompts that the set's own held-out split shares with its training split are left out of the latter.
+No prompt is in two splits of a set: a hash of the prompt decides the split of training rows,
+and prompts that the set's own held-out split shares with its training split are left out of the latter.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ MAX_EPOCH = 1 << 24
 
 @dataclass(slots=True)
 class SplitSet:
-    """The problems of one set by split, and what was left out.
-
-    filtered: rows by a filter. repeated: rows whose prompt another split has.
-    """
+    """The problems of one set by split, and the numbers of rows left out."""
 
     data: DataSet
+    """The set."""
     problems: dict[str, list[Problem]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    """By split, its problems in the order of the rows."""
     num_filtered: int = 0
+    """Rows left out by a filter."""
     num_repeated: int = 0
+    """Rows left out because another split has their prompt."""
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Returns one line for the user."""
         sizes = ", ".join(f"{split} {len(self.problems[split])}" for split in SPLITS)
         left_out = [
             f"{count} {what}"
@@ -54,17 +55,20 @@ class SplitSet:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows become splits. dev, heldout: shares that are cut out of a set's training rows where it has no split of
-    its own. seed: of the order of each split; None keeps that of the files. text_as: see `problem`."""
+    """Settings that turn rows into splits."""
 
     dev: float
+    """Share of a set's training rows for dev, if the set has no dev split of its own; 0 to 1."""
     heldout: float
+    """The same share for heldout."""
     seed: int | None
+    """Seed of the order of each split; None keeps that of the files."""
     text_as: str
+    """Kind of a prompt that is a text, `raw` or `user`: see `problem`."""
 
 
 def split_set(data: DataSet, cut: Cut) -> SplitSet:
-    """Reads a set. Raises `ConfigError` where it cannot be read, or a row is no problem; names the row."""
+    """Reads a set. Raises `ConfigError`, with the row, if the set cannot be read or a row is no problem."""
     found, seen = SplitSet(data), dict[bytes, str]()
     own = {split: rows for split in SPLITS if (rows := read_set(data, split, cut.seed or 0)) is not None}
     for split in _READ_FIRST:
@@ -91,7 +95,7 @@ def _label(prompt_id: str, split: str) -> str:
 
 
 def _part(digest: bytes, cut: Cut, own: Collection[str]) -> str:
-    """The split of a training row: a pure function of its prompt, and so the same whatever rows are added."""
+    """Returns the split of a training row: a pure function of its prompt, and so the same whatever rows are added."""
     position = int.from_bytes(digest, "little") / 2**64
     dev = 0.0 if "dev" in own else cut.dev
     heldout = 0.0 if "heldout" in own else cut.heldout
@@ -101,10 +105,10 @@ def _part(digest: bytes, cut: Cut, own: Collection[str]) -> str:
 
 
 def join(sets: Sequence[SplitSet], split: str, seed: int | None) -> list[Problem]:
-    """The problems of a split of all sets: shuffled by the seed, or in the order of the files.
+    """Returns the problems of a split of all sets: shuffled by the seed, or in the order of the files.
 
-    Of the training split weights decide: an epoch has every prompt at least once, and repeats those of sets whose share
-    is larger than their size. A repeated one has a number behind its id.
+    Weights decide the training split: an epoch has every prompt at least once, and repeats those of sets whose share is
+    larger than their size. A repeated prompt has a number behind its id.
 
     Raises:
         ConfigError: weights make an epoch that is too long.
@@ -115,7 +119,7 @@ def join(sets: Sequence[SplitSet], split: str, seed: int | None) -> list[Problem
         lists = _weighted(lists, weights)
     joined = [each for problems in lists for each in problems]
     if seed is not None:
-        # Of its own for each split, so that none follows from another.
+        # Each split has draws of its own, so that none follows from another.
         random.Random(f"{seed}/{split}").shuffle(joined)
     return joined
 
@@ -141,7 +145,7 @@ def _weighted(lists: Sequence[list[Problem]], weights: Sequence[float | None]) -
 
 
 def _repeated(problems: list[Problem], count: int) -> list[Problem]:
-    """So many problems: each as often as the others, but for one time."""
+    """Returns `count` problems: each as often as the others, give or take one."""
     found = []
     for i in range(count if problems else 0):
         each, times = problems[i % len(problems)], i // len(problems)
@@ -155,7 +159,7 @@ def _repeated(problems: list[Problem], count: int) -> list[Problem]:
 def rewritten(
     problems: list[Problem], write: Callable[[Problem], Problem | None]
 ) -> tuple[list[Problem], Counter[str]]:
-    """Problems as `write` has them, and of each set how many it leaves out."""
+    """Returns problems as `write` returns them, and by set the number that it leaves out, by None."""
     kept, left_out = list[Problem](), Counter[str]()
     for each in problems:
         new = write(each)

@@ -1,4 +1,4 @@
-"""Problems from rows, and their rewards: what `task=dataset` and `task=jsonl` share. Runs in the controller."""
+"""Problems from rows, and their rewards, for `task=dataset` and `task=jsonl`. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RowsTask(DemonstrationTask, ChatTask):
     Args:
         sets: read at once.
         scorer: gives the rewards; closed with the task.
-        response_keys: what a user sets to name the column of demonstrations.
-        thinking_end: rewards see what follows the last of it; None = all of a response.
+        response_keys: override that names the column of demonstrations, for errors.
+        thinking_end: rewards see the text behind its last occurrence; None = all of a response.
     """
 
     open_vocabulary = True
@@ -52,11 +52,11 @@ class RowsTask(DemonstrationTask, ChatTask):
         self._problems = {each.prompt.prompt_id: each for split in SPLITS for each in self._splits[split]}
 
     def size(self, split: str) -> int:
-        """How many prompts a split has."""
+        """Counts the prompts of a split."""
         return len(self._of(split))
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
-        """The first `count` prompts of a split. `ConfigError` where it has fewer."""
+        """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
         problems = self._of(split)
         if not 0 <= count <= len(problems):
             raise ConfigError(
@@ -70,7 +70,7 @@ class RowsTask(DemonstrationTask, ChatTask):
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
         """Asks for the rewards of the text, whatever the finish reason. The future raises `RewardError`, with the row,
         if one of the rewards fails: the sample then has no reward, which is not a reward of 0. It raises `ConfigError`
-        if none can be given."""
+        if no sample can have one."""
         if self._thinking_end is not None:
             # A response that is cut off in its thinking has no answer, whatever it drafted.
             _, end, after = response.rpartition(self._thinking_end)
@@ -81,16 +81,16 @@ class RowsTask(DemonstrationTask, ChatTask):
         return self._scorer.score(prompt, self.place(prompt), answer)
 
     def place(self, prompt: Prompt) -> str:
-        """The file and line, or the set and row, of a prompt."""
+        """Returns the file and line, or the set and row, of a prompt."""
         return self._problems[prompt.prompt_id].place
 
     def check(self, *, num_demonstrations: int) -> None:
-        """Looks for the demonstrations, and for a row at all."""
+        """Checks that there are demonstrations, and a row at all. Raises `ConfigError`."""
         self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
         self._firsts()
 
     def _firsts(self) -> list[Problem]:
-        """The first problem of each split that has one. Raises `ConfigError` if none has."""
+        """Returns the first problem of each split that has one. Raises `ConfigError` if no split has any."""
         firsts = [each for split in SPLITS for each in self._of(split)[:1]]
         if not firsts:
             raise ConfigError(
@@ -127,7 +127,7 @@ class RowsTask(DemonstrationTask, ChatTask):
             )
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
-        """The rows' responses; `seed` changes nothing, since a row has only one."""
+        """Returns the rows' responses; `seed` changes nothing, since a row has only one."""
         responses = [self._problems[prompt.prompt_id].response for prompt in prompts]
         missing = [p.prompt_id for p, text in zip(prompts, responses, strict=True) if text is None]
         if missing:
@@ -141,8 +141,8 @@ class RowsTask(DemonstrationTask, ChatTask):
         return [text for text in responses if text is not None]
 
     def tokenizer_texts(self, count: int) -> list[str]:
-        """Prompts, and responses where there are any, of the first `count` training rows: what a tokenizer
-        is trained on."""
+        """Returns the prompts of the first `count` training rows, and their responses if there are any: a tokenizer is
+        trained on them."""
         problems = self._of("train")[:count]
         prompts = [text for each in problems for text in _texts(each.prompt)]
         return prompts + [each.response for each in problems if each.response is not None]
@@ -166,11 +166,11 @@ class RowsTask(DemonstrationTask, ChatTask):
 
     @property
     def num_reward_processes(self) -> int:
-        """Most that functions of the rewards run in."""
+        """Most processes that functions of the rewards run in."""
         return self._scorer.num_processes
 
     def place_rewards(self, make_child: MakeChild) -> None:
-        """Has the functions of the rewards in processes that are started so. Nothing waits for rewards by then."""
+        """Runs the functions of the rewards in processes that `make_child` starts. Call while no reward is awaited."""
         self._scorer.place(make_child)
 
     def notes(self) -> list[str]:

@@ -281,7 +281,7 @@ def test_no_rows_at_all_is_said_before_the_run(open_task: Open, tmp_path: Path):
         (["task.path=null"], "task.path and task.hub: none of them is given"),
         (["task.path=nowhere.jsonl"], "task.path: no such file or directory"),
         (["task.hub=owner/name"], "task.path and task.hub: both are given"),
-        (["task.wording='no place'"], "task.wording: says not once where the prompt goes"),
+        (["task.wording='no place'"], "task.wording: must hold {prompt} once"),
         (["task.streaming=true"], "task.streaming: a stream has no end of its own"),
         (["task.filters=[{column: x}]"], "task.filters[0]: has no condition"),
         (["task.filters=[{colum: x}]"], "task.filters.0.colum"),
