@@ -12,7 +12,7 @@ class CommandText:
     summary: str
     """One line."""
     text: str
-    """What the command does and leaves behind, in several lines."""
+    """Several lines: what the command does and leaves behind."""
     examples: tuple[tuple[str, str], ...]
     """(command line, what it is for)."""
     keys: tuple[str, ...] = ()

@@ -38,9 +38,9 @@ class Parsed:
     """One ``key=value``."""
 
     text: str
-    """As given, without a leading ``+``."""
+    """Assignment as given, without a leading ``+``."""
     override: Override
-    """As Hydra reads the text."""
+    """Hydra's reading of the text."""
 
     @property
     def key(self) -> str:

@@ -51,7 +51,7 @@ class HubModel:
     """A model of the hub at one commit."""
 
     name: str
-    """As the user gave it, OWNER/NAME or OWNER/NAME@REVISION."""
+    """Name that the user gave, OWNER/NAME or OWNER/NAME@REVISION."""
     commit: str
     """40 hexadecimal digits."""
     folder: Path

@@ -6,9 +6,9 @@ Shape legend: T = rows of a microbatch, h = hidden size, k = experts per token, 
 MLPs, embedding and head (vocabulary padded to a multiple); `expert` deals out experts and `expert_tensor` splits each;
 `pipeline` deals out layers. Norms, routers and the projections into latent spaces are held whole.
 
-**State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, if weights are bf16, 4
-of the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over
-the ranks that hold the same ones. The share `trainer.optimizer_offload` of moments and master lies in host memory; an
+**State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, if weights are bf16, 4 of
+the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over the
+ranks that hold the same ones. The share `trainer.optimizer_offload` of moments and master lies in host memory; an
 update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` parameters or one whole tensor's part.
 
 **Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward

@@ -47,7 +47,7 @@ class StoredTensor:
     file: Path
     """Safetensors file that holds the tensor."""
     dtype: str
-    """As safetensors writes it, for example BF16."""
+    """Name of the dtype in safetensors, for example BF16."""
     shape: tuple[int, ...]
     """Sizes of the tensor; empty for one number."""
 

@@ -27,8 +27,8 @@ def check_problems(config: RunConfig, task: Task, command: str) -> None:
 
 
 def wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
-    """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine
-    no problem is sampled or measured."""
+    """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine no
+    problem is sampled or measured."""
     evaluation, wanted = config.evaluation, []
     if command in ("train", "rollout") and config.has_engine:
         wanted.append(("rl.prompts_per_step", "train", config.rl.prompts_per_step))

@@ -102,7 +102,7 @@ class Limit:
     """A thing that a run does less of than it is asked to, and what would change that."""
 
     seen: str
-    """What the run does less of, with numbers."""
+    """Text with numbers: what the run does less of."""
     remedy: str
     """Keys that would change that."""
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 
 def at_once(rewards: dict[str, float]) -> Future[dict[str, float]]:
-    """Rewards that need no waiting, as `Task.reward` returns them."""
+    """Wraps rewards that need no waiting in a future, as `Task.reward` returns them."""
     future: Future[dict[str, float]] = Future()
     future.set_result(rewards)
     return future

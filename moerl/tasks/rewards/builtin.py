@@ -1,7 +1,7 @@
 """Rewards that need nothing but the response and a column of its row. Run in the process of a reward.
 
-Each maker here takes the keys of its kind (`moerl.tasks.rewards.section`), once, and gives the function that is called
-with rows and responses. Where a row has no usable answer the function raises: such a response has no reward.
+Each maker here takes the keys of its kind (`moerl.tasks.rewards.section`), once, and returns the function that is
+called with rows and responses. If a row has no usable answer, the function raises: such a response has no reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def exact(*, column: str, answer_pattern: str | None, pattern: str | None, ignore_case: bool) -> Score:
-    """1 where the response's answer is that of the row."""
+    """Makes a reward of 1 if the response's answer is the row's, else 0."""
 
     def same(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
@@ -32,13 +32,13 @@ def exact(*, column: str, answer_pattern: str | None, pattern: str | None, ignor
 
 
 def regex(*, pattern: str) -> Score:
-    """1 where the pattern is found."""
+    """Makes a reward of 1 if the pattern is found, else 0."""
     compiled = re.compile(pattern, re.DOTALL)
     return lambda _, response: float(compiled.search(response) is not None)
 
 
 def math(*, column: str, answer_pattern: str | None) -> Score:
-    """1 where math-verify finds the two answers equal. What it cannot read in a response is no right answer."""
+    """Makes a reward of 1 if math-verify finds the two answers equal, else 0, also if it cannot read the response."""
     # Seconds to import, and only in the process of such a reward.
     import math_verify
 
@@ -51,7 +51,7 @@ def math(*, column: str, answer_pattern: str | None) -> Score:
 
     def score(row: Mapping[str, Any], response: str) -> float:
         answer = _answer(row, column, answer_pattern)
-        # The time limit is that of the process, which says so: the library's own would make a wrong answer of it.
+        # The time limit is that of the process, which reports it: after the library's own the answer would be wrong.
         gold = math_verify.parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=0)
         if not gold:
             raise ValueError(f"math-verify reads no answer in column {column!r}: {answer[:80]!r}")
@@ -61,7 +61,7 @@ def math(*, column: str, answer_pattern: str | None) -> Score:
 
 
 def json_schema(*, schema: Mapping[str, Any] | None, column: str | None) -> Score:
-    """1 where the response, or the last fenced block in it, meets the schema."""
+    """Makes a reward of 1 if the response, or the last fenced block in it, meets the schema, else 0."""
     # A tenth of a second to import, and only in the process of such a reward.
     from moerl.tasks.rewards.schemas import validator
 

@@ -1,7 +1,7 @@
 """The process of a user's reward function, seen from the controller: its pipes, its time limit, and its end.
 
 `moerl.tasks.rewards.guard` stands between the two: it ends the function and all that it has started, also when the
-controller is killed. What the function prints is shown, a limited number of lines of it. Runs in the controller.
+controller is killed. A limited number of the lines that the function prints is shown. Runs in the controller.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ MAX_REPLY_BYTES = 65_536
 """Longest reply for one response."""
 
 EXIT_SECONDS = 5.0
-"""Time the guard is given to end everything."""
+"""Longest time that the guard has to end everything."""
 
 DUMP_SECONDS = 5.0
-"""Time a process that hangs is given to say where; usually it needs milliseconds."""
+"""Longest time that a process that hangs has to name the line it is at; usually it needs milliseconds."""
 
 _GUARD = Path(__file__).with_name("guard.py")
 _WORKER = Path(__file__).with_name("worker.py")
 _READ_BYTES = 65_536
 _DUMP_ENDS = (b"in <module>\n", b"\n  ...\n")
-"""How it says that there is no more, or that there is more than it writes."""
+"""Ends of the dump of a stack: complete, and cut."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -48,13 +48,14 @@ Frame = tuple[str, int, str]
 
 
 class ChildLostError(Exception):
-    """The process gave no usable answer and is gone.
+    """Loss of a process that gave no usable answer.
 
     Args:
         cause: Why.
-        place: The line it was at; empty where that is not known.
-        late: True where the time limit passed. out_of_memory: True where it said that this was the reason.
-        from_outside: True where what it ran on was lost, or SIGKILL ended it: perhaps through no doing of its own.
+        place: The line that the process was at; empty if it is not known.
+        late: True if the time limit passed.
+        out_of_memory: True if the process reported that it had no memory left.
+        from_outside: True if its node was lost, or SIGKILL ended it: perhaps the process is not to blame.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class ChildProcess(Protocol):
     def ask(
         self, message: Mapping[str, Any], timeout_seconds: float, *, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> dict[str, Any]:
-        """Sends a request and returns the reply. `ChildLostError` where none comes or something else does."""
+        """Sends a request and returns the reply. Raises `ChildLostError` if none comes, or something else does."""
         ...
 
     def end(self) -> None:
-        """Has the process and all that it has started ended; does not wait. Its owner still kills it."""
+        """Starts to end the process and all that it has started; does not wait. Its owner still has to call `kill`."""
         ...
 
     def kill(self) -> None:
-        """Ends the process and all that it has started, and waits for that. Nothing where it was killed before."""
+        """Ends the process and all that it has started, and waits for that. Does nothing if it was killed before."""
         ...
 
 
@@ -92,9 +93,9 @@ class RewardChild:
     """A `ChildProcess` on this machine.
 
     Args:
-        memory_bytes: that it, and each process it starts, may take.
-        shown: where what it prints goes.
-        folder: it works in; None = ours.
+        memory_bytes: most memory of the process, and of each that it starts.
+        shown: gets what the process prints.
+        folder: its working directory; None = that of this process.
     """
 
     def __init__(self, memory_bytes: int, shown: ShownLines, folder: Path | None = None) -> None:
@@ -171,7 +172,7 @@ class RewardChild:
             pipe.close()
 
     def _exchange(self, deadline: float) -> None:
-        """Waits, until the deadline at most, until something can be sent or has come, and does or takes it."""
+        """Waits, until the deadline at most, until something can be sent or has come, and sends or reads it."""
         with selectors.DefaultSelector() as selector:
             for pipe in self._heard:
                 selector.register(pipe, selectors.EVENT_READ)
@@ -194,7 +195,7 @@ class RewardChild:
         try:
             self._unsent = self._unsent[self._requests.write(self._unsent) or 0 :]
         except BrokenPipeError:
-            # Its end shows in the replies.
+            # The pipe of the replies will show that the process ended.
             self._unsent = b""
 
     def _show(self) -> None:
@@ -205,7 +206,7 @@ class RewardChild:
         self._shown.feed(data or b"", sys.stderr)
 
     def _hear(self) -> None:
-        """Takes what guard and worker said about the process: the id of the worker, then where it was."""
+        """Reads what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
         data = self._faults.read(_READ_BYTES)
         if data == b"":
             self._heard.discard(self._faults)
@@ -243,7 +244,8 @@ class RewardChild:
 
 
 def where(frames: Sequence[Frame]) -> str:
-    """Says where a user's code was: the innermost line that is of no library, and the innermost of all. "" if unknown.
+    """Returns the line that a user's code was at: the innermost one of no library, and the innermost of all; empty if
+    it is not known.
 
     Args:
         frames: innermost first.

@@ -1,4 +1,4 @@
-"""Scores a program by running it against tests, in `moerl.tasks.rewards.sandbox`. Runs in the process of a reward."""
+"""Scores of programs, run against tests in `moerl.tasks.rewards.sandbox`. Runs in the process of a reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROOT = str(Path(__file__).parents[3])
 _FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 OUTCOMES = ("passed", "failed", "timeout", "memory", "blocked", "error")
-"""Ends of a run of a program."""
+"""Outcomes of a run of a program."""
 
 _OF_SIGNALS = {-signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout"}
 """Signals of the limit of CPU time."""
@@ -44,17 +44,20 @@ _OF_TESTS = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """End of a program, or of its tests: one of `OUTCOMES`, the program's standard output, and last words."""
+    """End of a program, or of its tests."""
 
     outcome: str
+    """One of `OUTCOMES`."""
     output: str
+    """Standard output, at most `MAX_FILE_BYTES` of it."""
     said: str
+    """Last 500 characters of standard error."""
 
 
 def code(
     *, column: str, partial: bool, program_seconds: float, program_memory_bytes: int
 ) -> Callable[[Mapping[str, Any], str], dict[str, float]]:
-    """The reward of programs (`moerl.tasks.rewards.section.CodeReward`)."""
+    """Makes the reward of programs (`moerl.tasks.rewards.section.CodeReward`)."""
 
     def score(row: Mapping[str, Any], response: str) -> dict[str, float]:
         tests = read_tests(row.get(column), column)
@@ -73,7 +76,7 @@ def code(
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of a response; all of it where there is none."""
+    """Returns the last fenced block of a response; all of the response if it has none."""
     blocks = _FENCE.findall(response)
     return blocks[-1] if blocks else response
 
@@ -82,7 +85,7 @@ def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
     """Returns the tests of a row: Python, or inputs with the outputs that they must give.
 
     Raises:
-        ValueError: It has none, they have another form, or they call a function by name.
+        ValueError: The row has no tests, they have another form, or they call a function by name.
     """
     found: Any = value
     if isinstance(found, str) and found.lstrip().startswith(("[", "{")):
@@ -108,7 +111,7 @@ def _check_reads_input(test: Mapping[str, Any], column: str) -> None:
     """Refuses a test whose input is arguments of a function: as standard input it would fail every right program.
 
     Raises:
-        ValueError: It names a function, or calls itself functional.
+        ValueError: The test names a function, or is of another kind than standard input.
     """
     kind = test.get("type") or test.get("testtype") or "stdin"
     if test.get("fn_name") or kind not in ("stdin", "stdin_stdout"):

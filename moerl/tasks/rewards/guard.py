@@ -1,4 +1,4 @@
-"""Runs one command and ends all of it: the command, what it started, and what that started. Started by
+"""Guard of one command: ends all of it, the command, what it started, and what that started. Started by
 `moerl.tasks.rewards.child` as a script, so it imports the standard library alone.
 
     guard.py PARENT STATUS MEMORY COMMAND...
@@ -35,7 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> None:
-    """Never returns."""
+    """Runs the command between two guards; never returns."""
     parent, status, memory_bytes = (int(each) for each in arguments[:3])
     _guard(parent, status, lambda first: _second(first, status, arguments[3:], memory_bytes))
 
@@ -71,7 +71,7 @@ def _guard(parent: int, status: int, become: Callable[[int], None]) -> None:
             os._exit(127)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, spared)
     guarded.append(pid)
-    # Whoever reads the command's output is to see its end.
+    # The reader of the command's output must see its end: this guard may not hold the pipes open.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2, status):
         os.dup2(nowhere, descriptor)
@@ -97,16 +97,16 @@ def _become(command: list[str], guard: int, memory_bytes: int, status: int) -> N
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    # Where memory ends, the kernel is to end a reward, which is asked again, and not the run.
+    # If memory runs out, the kernel must kill a reward, whose call is repeated, and not the run.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
     os.execv(command[0], command)
 
 
 def _watch(command: int, parent: int, wake: int, stop: list[int]) -> int | None:
-    """Waits; how the command ended, None where it is to end now. Reaps every orphan that becomes the guard's child."""
+    """Waits for the end; returns the command's status, None if the guard has to end it. Reaps orphans, too."""
     poll = select.poll()
-    poll.register(0, 0)  # the end of the other side alone: what comes in is for the command
+    poll.register(0, 0)  # only that the other side closes it: the input is for the command
     poll.register(wake, select.POLLIN)
     while True:
         for pid, status in _ended():
@@ -121,7 +121,7 @@ def _watch(command: int, parent: int, wake: int, stop: list[int]) -> int | None:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Children that have ended, with their status; of each of them once."""
+    """Yields each child that has ended, once, with its status."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -148,7 +148,7 @@ def _kill(kill: Callable[[int, int], None], pid: int, number: int) -> None:
 
 
 def _children() -> list[int]:
-    """The guard's children. Where there is no /proc, the command's group is all that can be ended."""
+    """Returns the guard's children. Without /proc there are none: only the command's group can be ended then."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
@@ -158,7 +158,7 @@ def _children() -> list[int]:
 
 
 def _wake_on_signals() -> int:
-    """A descriptor that can be read from when a signal with a handler has come."""
+    """Returns a descriptor that becomes readable when a signal with a handler comes."""
     wake, signalled = os.pipe()
     for descriptor in (wake, signalled):
         os.set_blocking(descriptor, False)
@@ -167,7 +167,7 @@ def _wake_on_signals() -> int:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler, unlike SIG_IGN, is not handed on to the command."""
+    """Handles a signal by nothing: unlike SIG_IGN, the command does not inherit a handler."""
 
 
 def _prctl(option: int, value: int) -> None:

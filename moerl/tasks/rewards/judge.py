@@ -1,4 +1,4 @@
-"""A language model as a judge, asked over HTTP beside the caller. Runs in the controller, in threads of its own."""
+"""A language model as a judge, asked over HTTP. Runs in the controller, in threads of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_TOKEN_CHARACTERS = 16
 controller."""
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
-"""Before the first repetition, and at most; each pause is twice the one before, give or take half."""
+"""Pause before the first repetition, and the longest one; each is twice the one before, give or take half."""
 
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 """Statuses after which the same request may succeed."""
@@ -60,8 +60,13 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 class _FailedError(Exception):
-    """A request that gave no reply. pause_seconds: that the address asks for. may_be_response: the response may
-    have caused it."""
+    """A request that gave no reply.
+
+    Args:
+        again: the same request may succeed later.
+        pause_seconds: pause that the address asks for.
+        may_be_response: the response may have caused the failure.
+    """
 
     def __init__(self, cause: str, *, again: bool, pause_seconds: float = 0.0, may_be_response: bool = True) -> None:
         super().__init__(cause)
@@ -69,15 +74,15 @@ class _FailedError(Exception):
 
 
 class _UnusableAnswerError(RewardError):
-    """An answer that gives no score. The response may have made the judge give it."""
+    """An answer without a score. The response may have made the judge give it."""
 
 
 class Judge:
-    """Asks for a score of each response.
+    """A judge that scores each response by a request.
 
     Args:
-        config: its keys.
-        name: its place in the configuration, which errors name.
+        config: keys of the reward.
+        name: dotted path of the reward, for errors.
 
     Raises:
         ConfigError: The file with the API key cannot be read, is open to others, or holds something else.
@@ -99,17 +104,17 @@ class Judge:
         return 0
 
     def place(self, make_child: MakeChild) -> None:
-        """Requests are sent from here."""
+        """Does nothing: threads of the controller send the requests."""
 
     def close(self) -> None:
         self._is_closed.set()
-        # First those that wait: a thread that is freed would take the next.
+        # Cancel waiting calls first: a free thread would begin the next one.
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     def _score(self, prompt: Prompt, response: str) -> Rewards:
-        """Returns the judge's score. If its answer gives none, and it gives the plain response one, the response is to
-        blame, and the score is 0."""
+        """Returns the judge's score. If the judge gives the response none, but gives one to `PLAIN_RESPONSE`, the
+        response is to blame, and the score is 0."""
         try:
             return {**self._scored(prompt, response), UNSCORED: 0.0}
         except _UnusableAnswerError as error:
@@ -146,7 +151,7 @@ class Judge:
         return excerpt(text if self._key is None else self._key.hide(text), 2000)
 
     def _question(self, prompt: Prompt, response: str) -> str:
-        """The question with its fields; texts that are put in are not looked at again."""
+        """Returns the question with its fields filled in; texts put in are not searched for fields."""
         values: dict[str, Any] = {**prompt.facts, "prompt": prompt.text, "response": response}
 
         def field(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""From what a configuration says of rewards to what gives them. Runs in the controller."""
+"""Rewards made from their settings. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAKERS = {
     "json": "moerl.tasks.rewards.builtin:json_schema",
     "code": "moerl.tasks.rewards.code:code",
 }
-"""By kind, what makes the function that is called in a process."""
+"""By kind, the maker of the function that is called in a process."""
 
 
 class ProcessReward:
@@ -45,10 +45,11 @@ class ProcessReward:
 
 
 def make_scorer(rewards: Mapping[str, section.Reward], accuracy: str | None) -> RewardScorer:
-    """All rewards of a configuration by name. accuracy: the one that is reported as it; None = the first.
+    """Makes the scorer of all rewards of a configuration. accuracy: name of the reward that is reported as accuracy;
+    None = the first.
 
     Raises:
-        ConfigError: A file that one names cannot be read.
+        ConfigError: A file that a reward names cannot be read.
     """
     parts = [
         WeightedReward(name, reward.weight, _part(f"task.rewards.{name}", reward)) for name, reward in rewards.items()
@@ -77,7 +78,7 @@ def check_rewards(rewards: Mapping[str, section.Reward], accuracy: str | None) -
             raise ConfigError(
                 f"task.rewards.{name}: file and column: one of them must be given",
                 seen="neither" if reward.file is None else "both",
-                expected="where the JSON schema is",
+                expected="the place of the JSON schema",
                 remedy=f"set task.rewards.{name}.column, or file",
             )
         if isinstance(reward, section.JudgeReward) and reward.lowest >= reward.highest:

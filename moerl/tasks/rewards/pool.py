@@ -1,4 +1,4 @@
-"""Calls a user's reward function beside the caller, in a bounded number of processes. Runs in the controller."""
+"""A user's reward function in a bounded number of processes; no caller waits. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RewardPool:
     """Reward processes that work side by side, each with one thread of this process that waits for it.
 
     A call waits in a queue until a process is free; only then its time limit begins. The queue has no limit of its own:
-    it holds responses that the caller keeps anyway. A process is started when there is more to do than the running ones
-    take.
+    it holds responses that the caller keeps anyway. A process is started when more calls wait than running processes
+    are idle.
 
     Args:
         processes: one for each worker, at least one; none is started yet.
-        batch_size: most responses that a process is handed at once. It gets those that wait, and waits for no more.
+        batch_size: most responses of one call of a process. It gets those that wait, and waits for no more.
     """
 
     def __init__(self, processes: Sequence[RewardProcess], batch_size: int = 1) -> None:
@@ -67,11 +67,11 @@ class RewardPool:
 
     @property
     def num_processes(self) -> int:
-        """Most that there will be."""
+        """Most processes that there will be."""
         return len(self._processes)
 
     def place(self, make_child: MakeChild) -> None:
-        """Has the function in processes that are started so, from now on. Nothing waits for rewards by then."""
+        """Runs the function in processes that `make_child` starts, from now on. Call while no reward is awaited."""
         with self._changed:
             assert not self._queue, "the pool is at work"
             assert self._num_idle == len(self._threads), "the pool is at work"
@@ -104,7 +104,7 @@ class RewardPool:
         process.close()
 
     def _next_calls(self) -> list[_Call]:
-        """Waits for a call, and takes more that wait already; none where the pool is closed."""
+        """Waits for a call; returns it and others that wait already, none if the pool is closed."""
         with self._changed:
             self._num_idle += 1
             self._changed.wait_for(lambda: self._queue or self._is_closed)
@@ -113,8 +113,8 @@ class RewardPool:
 
 
 def _results(process: RewardProcess, calls: Sequence[_Call]) -> Iterator[Rewards | Exception]:
-    """Rewards of each call, or why it has none, as they come. Calls that fail together are made one by one, so that one
-    response takes no other with it."""
+    """Yields the rewards of each call, or its error, as they come. Calls that fail together are repeated one by one, so
+    that no response fails because of another."""
     try:
         found = process.score_all([call.row for call in calls], [call.response for call in calls]) if calls else []
     except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it

@@ -1,11 +1,11 @@
-"""Calls a user's reward function in a process of its own, so that it can neither hang nor crash the run.
+"""A user's reward function in a process of its own, so that it can neither hang nor crash the run.
 
 One long-lived child (`moerl.tasks.rewards.child`) for each worker of the pool; it is killed when a call runs past its
 time limit and started again at the next call. Runs in the controller.
 
-A function of a built-in kind is ours, and what a response fails at by itself is 0. A call of it that fails shows whose
-fault that is by what happens to `PLAIN_RESPONSE` and the same row: where that has a reward, the machine, the function
-and the row are in order, and the response is to blame.
+A function of a built-in kind is ours, and a response that fails by its own fault gets 0. If a call of it fails,
+`PLAIN_RESPONSE` is scored with the same row: if that has a reward, the machine, the function and the row are in order,
+and the response is to blame.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 IMPORT_SECONDS = 120.0
-"""Time a user's module may take to import."""
+"""Longest time of the import of a user's module."""
 
 PLAIN_RESPONSE = "1"
 """A number, a JSON value and a program, which no built-in kind fails at by itself."""
 
 UNSCORED = "unscored"
-"""Name beside the rewards of a built-in kind: 1 where they are 0 because the call failed by the response's fault."""
+"""Name next to the rewards of a built-in kind: 1 if they are 0 because the response made the call fail."""
 
 MakeChild = Callable[[int, ShownLines], ChildProcess]
-"""Starts a process that may take so many bytes, and shows what it prints."""
+"""Starts a process. Args: most bytes of its memory, and the lines that get what it prints."""
 
 _EXPECTED = "a finite number, or a mapping of names to finite numbers that holds 'reward'"
 
@@ -39,16 +39,16 @@ class RewardProcess:
     """A user's reward function behind a time limit. Belongs to one thread; any thread may `stop` it.
 
     Args:
-        function: ``package.module:function``, called with ``(row, response_text)``. Modules are looked for where
-            this process finds them, then in the current directory.
-        timeout_seconds: Time one call may take.
-        memory_bytes: Memory that the process, and each that the function starts, may take.
-        key: of the configuration, which names the function; errors name it and those beside it.
-        settings: of a built-in kind, whose maker `function` is; None = it is a user's function itself.
-        many: True where it is called with ``(rows, response_texts)``.
+        function: ``package.module:function``, called with ``(row, response_text)``. Modules are searched for on the
+            import path of this process, then in the current directory.
+        timeout_seconds: Longest time of one call.
+        memory_bytes: Most memory of the process, and of each that the function starts.
+        key: Key of the configuration that names the function; errors name it and its neighbours.
+        settings: Settings of a built-in kind, for which `function` names the maker; None = `function` is the user's.
+        many: True if the function is called with ``(rows, response_texts)``.
 
     Raises:
-        ConfigError: The name has another form.
+        ConfigError: `function` has another form.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class RewardProcess:
         self._shown = ShownLines("reward function: ")
 
     def place(self, make_child: MakeChild) -> None:
-        """From the next call on, has the function in a process that is started so."""
+        """Ends the process; the next call starts one by `make_child`."""
         self.close()
         self._make_child = make_child
 
     def start(self) -> None:
-        """Starts the process, unless it runs. `ConfigError` where the function cannot be imported, `ChildLostError`
-        where something else ended it meanwhile."""
+        """Starts the process, unless it runs. Raises `ConfigError` if the function cannot be imported, `ChildLostError`
+        if something else ended the process meanwhile."""
         self._running()
 
     def score(self, row: Mapping[str, Any], response: str) -> dict[str, float]:
-        """Named rewards of a response; `reward` and `accuracy` are always among them. Starts the process if need be.
+        """Returns named rewards of a response, `reward` and `accuracy` among them. Starts the process if need be.
 
         Raises:
             RewardError: The function raised, hung, crashed, or returned something else than finite rewards. The sample
@@ -106,11 +106,11 @@ class RewardProcess:
     def score_all(
         self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[dict[str, float] | RewardError]:
-        """Scores several responses in one call, as `score` does one: returns for each its rewards, or why it has none.
+        """Scores several responses in one call, as `score` does one: returns for each its rewards, or its error.
 
         Raises:
-            RewardError: They failed together, for example because the process hung or crashed. Which of them is to
-                blame shows where each is asked for alone.
+            RewardError: The responses failed together, for example because the process hung or crashed. To find the
+                one to blame, score each alone.
             ConfigError: as `score`.
         """
         if self._is_builtin:
@@ -118,8 +118,8 @@ class RewardProcess:
         return self._called(rows, responses)
 
     def _blamed(self, row: Mapping[str, Any], response: str) -> dict[str, float] | RewardError:
-        """The rewards of a built-in kind: 0 where the response alone makes it fail, an error where something else
-        does."""
+        """Returns the rewards of a built-in kind: 0 if the response alone makes the call fail, an error if something
+        else does."""
         result = self._called_alone(row, response)
         if not isinstance(result, RewardError):
             return {**result, UNSCORED: 0.0}
@@ -150,10 +150,11 @@ class RewardProcess:
         return read
 
     def _ask(self, asked: Mapping[str, Any], max_reply_bytes: int) -> dict[str, Any]:
-        """The reply of the process.
+        """Returns the reply of the process.
 
-        A fresh one is asked once more where something else may have ended the first, so that neither whoever kills it
-        nor what earlier calls left in it fails a sample. A user's function that ended by itself is not called again.
+        If something else may have ended the process, a fresh one is asked once more, so that neither a kill from
+        outside nor what earlier calls left in memory fails a sample. A user's function that ended the process itself is
+        not called again.
         """
         for is_last in (False, True):
             try:
@@ -172,7 +173,7 @@ class RewardProcess:
         raise AssertionError("the last try returns or raises")
 
     def _read(self, result: Mapping[str, Any]) -> dict[str, float] | RewardError:
-        """The rewards of one response, or why it has none."""
+        """Returns the rewards of one response, or its error."""
         if "rewards" in result:
             return self._checked(result["rewards"])
         if result.get("memory"):
@@ -198,7 +199,7 @@ class RewardProcess:
             child.end()
 
     def _running(self) -> ChildProcess:
-        """The process; starts it where there is none."""
+        """Returns the process; starts one if there is none."""
         if self._child is None:
             self._child = self._make_child(self._memory_bytes, self._shown)
             try:
@@ -209,7 +210,7 @@ class RewardProcess:
         return self._child
 
     def _import(self, child: ChildProcess) -> None:
-        # Another thread that found no process yet to end has left a note.
+        # Another thread may have called `stop` before there was a process to end.
         if self._is_stopped:
             raise self._not_imported("the task is closed")
         try:
@@ -250,7 +251,7 @@ class RewardProcess:
         )
 
     def _near(self, name: str) -> str:
-        """A key beside that of the function."""
+        """Returns the path of a neighbour of the function's key."""
         section = self._key.removesuffix(".function")
         return f"{self._key}_{name}" if section == self._key else f"{section}.{name}"
 
@@ -267,6 +268,6 @@ class RewardProcess:
 
 
 def _told(reply: Mapping[str, Any]) -> str:
-    """Returns the worker's words for what went wrong, and where."""
+    """Returns the worker's words for the error, and its place."""
     place = where([(str(file), int(line), str(name)) for file, line, name in reply["frames"]])
     return excerpt(str(reply.get("raised") or reply.get("returned")), 500) + (f", in {place}" if place else "")

@@ -18,15 +18,15 @@ from referencing.jsonschema import Specification, specification_with
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 _SIMPLE: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values without depth: where one of them leads round in a circle, every response would."""
+"""Values without depth: a schema that refers to itself without end for one of these does so for every response."""
 
 
 def validator(schema: Any) -> Any:
     """Returns the validator of a schema; one that names no draft, or an unknown one, is read as 2020-12.
 
     Raises:
-        ValueError: It is no schema, refers to itself without end, or refers to what is neither in it nor a draft of
-            JSON schema. Nothing is fetched.
+        ValueError: `schema` is no schema, refers to itself without end, or refers to something that is neither in it
+            nor a draft of JSON schema. Nothing is fetched.
     """
     if not isinstance(schema, dict | bool):
         raise ValueError(f"not a JSON schema: {type(schema).__name__}, expected an object")
@@ -48,11 +48,11 @@ def validator(schema: Any) -> Any:
 
 
 def _check_references(specification: Specification[Any], schema: Any, resolver: Any, seen: set[int]) -> None:
-    """Raises ValueError where a schema, or one in it or that it refers to, refers to what is not there.
+    """Raises ValueError if a schema, one in it, or one that it refers to, refers to something that is not there.
 
     Args:
-        resolver: of references in the schema.
-        seen: ids of the schemas that were looked at.
+        resolver: resolver of references in the schema.
+        seen: ids of the schemas that were checked; grows.
     """
     if id(schema) in seen:
         return

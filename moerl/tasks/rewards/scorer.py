@@ -19,34 +19,37 @@ Rewards = dict[str, float]
 
 
 class RewardPart(Protocol):
-    """Rewards responses beside the caller."""
+    """A source of rewards; its methods do not wait for rewards."""
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
-        """Named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError` where
-        this response has none, `ConfigError` where none can have one."""
+        """Asks for named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError`
+        if this response has none, `ConfigError` if no response can have one."""
         ...
 
     @property
     def num_processes(self) -> int:
-        """Most that its functions run in."""
+        """Most processes that its functions run in."""
         ...
 
     def place(self, make_child: MakeChild) -> None:
-        """Has its functions, if it has any, in processes that are started so. Nothing waits for rewards by then."""
+        """Runs its functions, if it has any, in processes that `make_child` starts. Call while no reward is awaited."""
         ...
 
     def close(self) -> None:
-        """Ends what it has started. Calls under way fail, those that wait are cancelled."""
+        """Ends its threads and processes. Calls under way fail, those that wait are cancelled."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """One reward of several. name: empty where it is the only one, and its rewards are taken as they are."""
+    """One reward of several."""
 
     name: str
+    """Name in `task.rewards`; empty for the only one, whose rewards are the task's as they are."""
     weight: float
+    """Factor in the sum that is trained on; any sign, 0 = not trained on."""
     source: RewardPart
+    """Gives the rewards."""
 
 
 class RewardScorer:
@@ -54,21 +57,21 @@ class RewardScorer:
 
     Args:
         parts: at least one.
-        accuracy: the part whose accuracy is reported.
+        accuracy: name of the part whose accuracy is reported.
     """
 
     def __init__(self, parts: Sequence[WeightedReward], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
-        """The rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name. Returns at
-        once.
+        """Asks for the rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name.
+        Returns at once.
 
-        The future raises `RewardError` where a part fails, with its name and the row: a sum without it would be
-        another reward. No part sees half a surrogate pair, which is no text to whatever it is sent to.
+        If a part fails, the future raises `RewardError` with the part's name and the row: a sum without it would be
+        another reward. No part sees half a surrogate pair, which is no text to a process or server.
 
         Args:
-            place: of the prompt, for messages.
+            place: place of the prompt's row, for messages.
         """
         text = response.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return _Sum(self, prompt, place, text)
@@ -78,7 +81,7 @@ class RewardScorer:
         return [part.source.submit(prompt, response) for part in self._parts]
 
     def total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
-        """The rewards of a response whose parts are all there. Raises as `score`."""
+        """Returns the rewards of a response whose parts are all done. Raises as the future of `score`."""
         found = dict[str, Rewards]()
         for part, future in zip(self._parts, parts, strict=True):
             try:
@@ -88,7 +91,7 @@ class RewardScorer:
             except MoerlError:
                 raise
             except Exception as error:
-                # It comes from the part's own thread: it fails a sample, and not whoever waits for the reward.
+                # The error comes from the part's own thread: it fails a sample, and not the waiting thread.
                 seen = f"{type(error).__name__}: {excerpt(str(error))}"
                 failed = RewardError("the reward raised", seen=seen, expected="a reward", remedy="look at the response")
                 raise _with_place(failed, part.name, prompt, place, response) from error
@@ -105,7 +108,7 @@ class RewardScorer:
 
     @property
     def num_processes(self) -> int:
-        """Most that functions of all parts run in."""
+        """Most processes that functions of all parts run in."""
         return sum(part.source.num_processes for part in self._parts)
 
     def place(self, make_child: MakeChild) -> None:
@@ -114,19 +117,19 @@ class RewardScorer:
             part.source.place(make_child)
 
     def close(self) -> None:
-        """Ends what the parts have started."""
+        """Ends the threads and processes of all parts."""
         for part in self._parts:
             part.source.close()
 
 
 def _share(weight: float, rewards: Rewards) -> float:
-    """Returns what a part adds to the sum; the least that it can be if the response kept it from being scored, so that
-    nobody escapes a penalty."""
+    """Returns the summand of a part; the least possible one if the response kept the part from scoring it, so that no
+    response escapes a penalty."""
     return min(0.0, weight) if rewards.get(UNSCORED) else weight * rewards["reward"]
 
 
 class _Sum(Future[Rewards]):
-    """Done once all parts are; to cancel it is to cancel them."""
+    """Future of all parts: done once they are done; its `cancel` cancels them."""
 
     def __init__(self, scorer: RewardScorer, prompt: Prompt, place: str, response: str) -> None:
         super().__init__()

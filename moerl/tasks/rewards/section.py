@@ -30,7 +30,7 @@ def _has_group(pattern: str) -> str:
 
 def _is_address(url: str) -> str:
     if re.search("[@?#]", url):
-        # What a configuration says is stored, and shown in errors.
+        # A configuration is stored, and shown in errors.
         raise PydanticCustomError(
             UNSHOWN, "an address without user, password, query and fragment; a key goes into key_file"
         )
@@ -65,6 +65,7 @@ class FunctionReward(ProcessKeys):
     """A function of your own, called with a row and a response; async functions are awaited."""
 
     kind: Literal["function"]
+    """Chooses this kind; each reward of `task.rewards` has one."""
     function: FunctionName = Field(description='"package.module:function".')
     takes: Literal["one", "many"] = Field(
         default="one", description="many = it is called with lists of rows and responses, and returns a list."
@@ -75,9 +76,10 @@ class FunctionReward(ProcessKeys):
 
 
 class MathReward(ProcessKeys):
-    """1 where math-verify finds the response's answer equal to the row's, else 0."""
+    """Reward of 1 if math-verify finds the response's answer equal to the row's, else 0."""
 
     kind: Literal["math"]
+    """Chooses this kind."""
     column: Column = Field(description="Column of the right answer, in LaTeX or as a number.")
     answer_pattern: AnswerPattern | None = Field(
         default=None, description="Its group is the answer in the column, for example '#### (.+)'; null = all of it."
@@ -85,41 +87,45 @@ class MathReward(ProcessKeys):
 
 
 class ExactReward(ProcessKeys):
-    """1 where the response's answer is the row's, character by character but for blanks around it, else 0."""
+    """Reward of 1 if the response's answer is the row's, character by character but for blanks around it, else 0."""
 
     kind: Literal["exact"]
+    """Chooses this kind."""
     column: Column = Field(description="Column of the right answer.")
     answer_pattern: AnswerPattern | None = Field(default=None, description="As for math.")
     pattern: AnswerPattern | None = Field(
-        default=None, description="Its group, where it matches last, is the answer in the response; null = all of it."
+        default=None, description="Its group, in the last match, is the answer in the response; null = all of it."
     )
     ignore_case: bool = Field(default=False, description="Capitals do not matter.")
 
 
 class RegexReward(ProcessKeys):
-    """1 where a regular expression is found in the response, else 0."""
+    """Reward of 1 if a regular expression is found in the response, else 0."""
 
     kind: Literal["regex"]
+    """Chooses this kind."""
     pattern: Pattern = Field(description="What is looked for; a dot matches line ends, too.")
 
 
 class JsonReward(ProcessKeys):
-    """1 where the response, or the last fenced block in it, is JSON that meets a JSON schema, else 0."""
+    """Reward of 1 if the response, or the last fenced block in it, is JSON that meets a JSON schema, else 0."""
 
     kind: Literal["json"]
+    """Chooses this kind."""
     file: FilePath | None = Field(default=None, description="JSON schema of all rows.")
     column: Column | None = Field(default=None, description="Column of a row's schema, instead.")
 
 
 class CodeReward(ProcessKeys):
-    """The program in the response, run in a sandbox against the row's tests."""
+    """Reward of the program in the response, run in a sandbox against the row's tests."""
 
     kind: Literal["code"]
+    """Chooses this kind."""
     column: Column = Field(
-        description="Column of the tests: Python that follows the program and raises where it is wrong, or a list of"
+        description="Column of the tests: Python that follows the program and raises if it is wrong, or a list of"
         " mappings with input and output, texts for standard input and from standard output."
     )
-    partial: bool = Field(default=False, description="The share of tests that pass, instead of 1 where all do.")
+    partial: bool = Field(default=False, description="The share of tests that pass, instead of 1 if all pass.")
     timeout_seconds: Positive = Field(default=60.0, description="Longest time for all tests of one response.")
     program_seconds: Positive = Field(default=5.0, description="Longest time of one run of a program.")
     program_memory_bytes: Annotated[int, Field(ge=2**26)] = Field(default=1 << 30, description="Most memory of one.")
@@ -129,18 +135,19 @@ class JudgeReward(RewardKeys):
     """Score that a language model behind an OpenAI-compatible address gives the response."""
 
     kind: Literal["judge"]
+    """Chooses this kind."""
     url: Annotated[str, AfterValidator(_is_address)] = Field(description="Address that ends in /v1.")
     model: Annotated[str, Field(min_length=1)] = Field(description="Name of the model there.")
     question: Annotated[str, Field(min_length=1)] = Field(
-        description="What it is asked, with {prompt}, {response} and {COLUMN} where they go."
+        description="What it is asked, with {prompt}, {response} and {COLUMN} in their places."
     )
-    pattern: AnswerPattern = Field(description="Its group, where it matches last in the reply, is the score.")
+    pattern: AnswerPattern = Field(description="Its group, in the last match in the reply, is the score.")
     lowest: float = Field(default=0.0, description="Score that becomes 0.")
     highest: float = Field(default=1.0, description="Score that becomes 1.")
     key_file: FilePath | None = Field(default=None, description="File of mode 0600 that holds the API key alone.")
     max_tokens: Count = Field(default=1024, description="Most tokens of a reply.")
     timeout_seconds: Positive = Field(default=60.0, description="Longest time of one request.")
-    retries: CountOrZero = Field(default=3, description="Further requests where one fails.")
+    retries: CountOrZero = Field(default=3, description="Further requests if one fails.")
     budget: Count | None = Field(default=None, description="Most requests of one process of a run; null = no limit.")
 
 
@@ -157,4 +164,4 @@ def _is_free(name: str) -> str:
 
 
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,31}$"), AfterValidator(_is_free)]
-"""How a reward may be called: it becomes a metric."""
+"""Name of a reward, which becomes a metric."""

@@ -3,7 +3,7 @@ the standard library alone.
 
     worker.py FAULTS
 
-FAULTS is a descriptor to write to where the function is when the process crashes or gets SIGUSR1. Requests come on
+FAULTS is a descriptor that gets the function's stack when the process crashes or gets SIGUSR1. Requests come on
 standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies go to standard output, a line each:
 
     {"function": "package.module:function", "sys_path": [...]}   first one    {"ready": true} or {"raised": ...}
@@ -43,7 +43,7 @@ MAX_REWARD = 1e12
 """Largest magnitude of a reward: the trainer squares differences of rewards in float32."""
 
 OUT_OF_MEMORY = 86
-"""Exit code where there is no memory left to answer with."""
+"""Exit code if there is no memory left to answer with."""
 
 _repr = reprlib.Repr(maxstring=120, maxother=120, maxdict=6, maxlist=6)
 
@@ -53,7 +53,7 @@ class NotARewardError(Exception):
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The callable that ``package.module:function`` names; raises `ImportError` where it is none."""
+    """Returns the callable that ``package.module:function`` names. Raises `ImportError` if there is none."""
     module_name, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module_name), attribute, None)
     if not callable(function):
@@ -62,11 +62,13 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def checked_rewards(value: object) -> dict[str, float]:
-    """A reward function's result as named, finite rewards.
+    """Returns a reward function's result as named, finite rewards.
 
-    A number stands for ``{"reward": number}``. `accuracy`, where not given, is 1 if reward >= 1 and else 0.
-    Raises `NotARewardError` where the result is neither a number nor a mapping of names to finite numbers that holds
-    `reward`, or where `accuracy` is neither 0 nor 1.
+    A number stands for ``{"reward": number}``. `accuracy`, if not given, is 1 if reward >= 1, else 0.
+
+    Raises:
+        NotARewardError: the result is neither a number nor a mapping of names to finite numbers that holds `reward`, or
+            `accuracy` is neither 0 nor 1.
     """
     if isinstance(value, Mapping):
         names = len(value) + ("accuracy" not in value)
@@ -105,7 +107,7 @@ def _number(what: str, value: object) -> float:
 
 
 def _scalar(value: object) -> object:
-    """numpy's and torch's numbers of no dimension as Python's; their booleans are no `Real`."""
+    """Returns numpy's and torch's numbers of no dimension as Python's; their booleans are no `Real`."""
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return value.item()  # type: ignore[attr-defined]
     return value
@@ -120,7 +122,7 @@ def _kind(value: object) -> str:
 def score_all(
     function: Callable[..., Any], rows: list[Any], responses: list[str], *, many: bool
 ) -> list[dict[str, Any]]:
-    """Calls the function for each row, or once for all of them; a result for each."""
+    """Calls the function for each row, or once for all of them; returns a result for each row."""
     if many:
         return _score_many(function, rows, responses)
     calls = [_score(function, row, response) for row, response in zip(rows, responses, strict=True)]
@@ -136,7 +138,7 @@ def score_all(
 
 
 def _score(function: Callable[..., Any], row: Any, response: str) -> dict[str, Any] | Awaitable[Any]:
-    """The result for one row, or what has to be awaited for it."""
+    """Returns the result for one row, or an awaitable of it."""
     try:
         value = function(row, response)
     except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
@@ -182,7 +184,7 @@ def _reply(function: Callable[..., Any], value: object) -> dict[str, Any]:
 
 
 def _raised(error: BaseException, otherwise: list[list[object]]) -> dict[str, Any]:
-    """An error with the lines it came through, innermost first. otherwise: of an error of the call itself."""
+    """Returns an error with the lines it came through, innermost first. otherwise: lines if there are none."""
     frames = [
         [frame.filename, frame.lineno, frame.name]
         for frame in reversed(traceback.extract_tb(error.__traceback__))
@@ -205,7 +207,7 @@ def _definition(function: Callable[..., Any]) -> list[list[object]]:
 
 
 def _exactly(descriptor: int, size: int) -> bytes:
-    """The next `size` bytes. Ends the process where the other side is gone."""
+    """Reads the next `size` bytes. Ends the process if the other side is gone."""
     parts = []
     while size:
         parts.append(os.read(descriptor, min(size, 1 << 20)))
@@ -241,10 +243,10 @@ def _serve(requests: int, replies: int) -> None:
 
 
 def _be_spared() -> None:
-    """Signals to a whole job, which were blocked when this process started, do not end it, but what the function
-    starts, as ever."""
+    """Handles the signals to a whole job, which were blocked when this process started, so that they do not end it.
+    Processes that the function starts end by them, as usual."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    # It says where the function is, and that ends nothing.
+    # SIGUSR1 dumps the function's stack, and ends nothing.
     spared = blocked - {signal.SIGUSR1}
     for number in spared:
         signal.signal(number, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has looked at, and tests of them. A process of its own for each (`start`).
+"""A sandbox for programs that nobody has looked at, and for their tests: a process for each (`start`).
 
     process of a reward ── start ─► the program                                if it reads and writes standard streams
                         ── start ─► the tests ─┬─ fork ─► the program          if the tests are Python

@@ -117,8 +117,8 @@ _CLONE3 = 435
 _FCNTL = (72, 25)
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Allowed ones: copies and flags of descriptors, locks, sizes of pipes. F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY are
-not among them: they send signals, before Linux 6.12, whose Landlock forbids it, to any process of the user."""
+"""Allowed commands: copies and flags of descriptors, locks, sizes of pipes. F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY
+are not: they send signals, before Linux 6.12, whose Landlock forbids it, to any process of the user."""
 
 _ALLOW, _KILL, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050000 | EPERM, 0x00050000 | ENOSYS
 _LOAD, _EQUALS, _HAS_BITS, _AT_LEAST, _GIVE = 0x20, 0x15, 0x45, 0x35, 0x06

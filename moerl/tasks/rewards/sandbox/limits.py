@@ -1,4 +1,4 @@
-"""Restricts the process that calls it, for good. Runs in the sandbox.
+"""Restrictions of the process that calls `restrict`, for good. Runs in the sandbox.
 
 - Landlock: the process reads Python, its packages and system libraries, and writes below one folder; it opens no other
   file.
@@ -44,17 +44,17 @@ class Limits(NamedTuple):
 
 
 class NoSandboxError(Exception):
-    """The machine cannot forbid what must be forbidden."""
+    """A machine that cannot forbid what must be forbidden."""
 
 
 def restrict(limits: Limits, parent: int) -> None:
-    """Forbids this process what the module's text says.
+    """Restricts this process, for good, as the module's docstring says.
 
     Args:
         parent: process id of its parent, with which it dies.
 
     Raises:
-        NoSandboxError: this machine cannot do that, or the parent is gone.
+        NoSandboxError: this machine cannot restrict a process so, or the parent is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for limit, value in (

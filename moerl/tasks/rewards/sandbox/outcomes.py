@@ -8,9 +8,9 @@ PASSED = 90
 """The tests ended, and the program was still there."""
 MEMORY = 91
 BLOCKED = 92
-"""The program did what is forbidden."""
+"""The program did something forbidden."""
 NO_SANDBOX = 93
-"""This machine cannot forbid it. Said by a program, too, so it holds only if the sandbox did not begin."""
+"""This machine has no sandbox. A program can end with this code, too: it counts only if the sandbox did not begin."""
 FAILED = 94
 """An assertion of the tests failed."""
 UNUSED = 95

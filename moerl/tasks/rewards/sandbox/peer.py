@@ -2,7 +2,7 @@
 
 A message is its length and JSON. A question is ``["ask", operation, arguments, named arguments]``; its answer is
 ``["value", value]``, with the arguments again if the operation has changed them, ``["raise", ...]`` or ``["stop"]``.
-Who waits for an answer answers questions meanwhile, so functions may call back.
+A process that waits for an answer answers questions meanwhile, so functions may call back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH_BYTES = 4
 
 
 class PeerGoneError(BaseException):
-    """The other process has ended, or speaks otherwise. No `Exception`, so that tests do not catch it by accident."""
+    """Loss of the other process, or a message of another form. No `Exception`: tests must not catch it by accident."""
 
 
 class Peer:
@@ -53,8 +53,8 @@ class Peer:
         """Sends a message.
 
         Raises:
-            ValueError: it is too long.
-            PeerGoneError: as the class says.
+            ValueError: the message is too long or too deep.
+            PeerGoneError: the other process has ended.
         """
         try:
             content = json.dumps(message).encode()
@@ -70,7 +70,7 @@ class Peer:
             raise PeerGoneError(str(error)) from error
 
     def read(self) -> list[Any]:
-        """Waits for the next message."""
+        """Waits for the next message. Raises `PeerGoneError`."""
         size = int.from_bytes(self._exactly(_LENGTH_BYTES), "big")
         if size > MAX_MESSAGE_BYTES:
             raise PeerGoneError(f"a message of {size:,} bytes")

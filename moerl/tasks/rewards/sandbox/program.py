@@ -21,7 +21,7 @@ from moerl.tasks.rewards.sandbox.peer import Peer, PeerGoneError
 from moerl.tasks.rewards.sandbox.values import Wire, decode, encode
 
 MISSING = ["missing"]
-"""Answer of a name that the program does not have."""
+"""Answer for a name that the program does not have."""
 
 
 def execute(text: str) -> tuple[int, str, dict[str, Any]]:
@@ -94,7 +94,7 @@ class _Objects:
             if value is MISSING:
                 return MISSING
             answer = ["value", encode(value, self._export)]
-            # The operation may have changed what it was given; the object that it is about is not copied.
+            # The operation may have changed its arguments; its object, the first of them, is not copied.
             now = [encode(given[1:], self._export), encode(given_by_name, self._export)]
             return answer if now == [["list", *arguments[2:]], named] else [*answer, *now]
         except PeerGoneError:

@@ -1,4 +1,4 @@
-"""Starts a sandbox (`moerl.tasks.rewards.sandbox`).
+"""Start of a sandbox (`moerl.tasks.rewards.sandbox`).
 
     main PROGRAM TESTS FOLDER STATUS PARENT SECONDS MEMORY
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     code, said, _ = execute(text)
     if code:
         _end(code, said)
-    # The interpreter ends as ever: it waits for threads, calls what is to be called at exit, flushes.
+    # The interpreter ends as usual: it waits for threads, calls exit handlers, flushes.
 
 
 def _judge(text: str, tests: str, status: int, parent: int, limits: Limits) -> NoReturn:

@@ -1,8 +1,8 @@
 """The process of the tests: runs them, and asks the program's process for what they use of it. Runs in the sandbox.
 
-Every answer of the program is checked: values are made anew here, and an object of the program is a `OfProgram`, which
-asks again for whatever is done with it. Between such an object and a value of the tests there is neither comparison nor
-arithmetic: it would be the program that says how a test ends.
+Every answer of the program is checked: values are made anew here, and an object of the program is an `OfProgram`, which
+asks the program for each operation on it. Between such an object and a value of the tests there is neither comparison
+nor arithmetic: the program would decide how a test ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moerl.tasks.rewards.sandbox.peer import Peer, PeerGoneError
 from moerl.tasks.rewards.sandbox.values import Wire, decode, encode, update
 
 _MODULES = {"np": "numpy", "pd": "pandas"}
-"""Names by which modules are known, but for their own."""
+"""Usual short names of modules."""
 
 
 _FROM_PROGRAM = "_moerl_from_program"
 
 
 class ProgramError(RuntimeError):
-    """The program raised what tests must not meet: the end of an iteration that is none, or of a process."""
+    """An answer of the program that tests must not meet: the end of an iteration or process, or unreadable data."""
 
 
 class UnusableError(TypeError):
@@ -161,7 +161,7 @@ class Objects:
         self._numbers: dict[int, int] = {}
 
     def named(self, name: str) -> Any:
-        """Returns what the program calls so. `KeyError` if it has no such name."""
+        """Returns the program's object of this name. `KeyError` if it has no such name."""
         answer = self.peer.ask(NAME, ["list", name], ["dict"])
         match answer:
             case ["missing"]:
@@ -238,7 +238,7 @@ class Objects:
             return describe(error, self._number, self._export)
 
     def _do(self, operation: str, target: Any, others: list[Any], named: Any) -> Any:
-        """Does what a program may do with an object of the tests."""
+        """Does an operation that a program may do with an object of the tests; `UnusableError` for any other."""
         match operation, others:
             case "__call__", _ if callable(target):
                 return target(*others, **named)

@@ -21,7 +21,7 @@ Export = Callable[[Any], Wire]
 """Gives the wire form of an object that does not cross as a copy."""
 
 Import = Callable[[list[Any]], Any]
-"""Gives the object of such a wire form. `ValueError` if there is none."""
+"""Gives the object of a wire form that `Export` gave. Raises `ValueError` if there is none."""
 
 _MAX_PLAIN_INT = 1 << 53
 
@@ -70,7 +70,7 @@ def encode(value: Any, export: Export) -> Wire:
     """Returns the wire form of a value.
 
     Raises:
-        RecursionError: it is too deep, or holds itself.
+        RecursionError: the value is too deep, or holds itself.
     """
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and abs(value) < _MAX_PLAIN_INT):
@@ -95,7 +95,7 @@ def decode(wire: Wire, import_object: Import) -> Any:
     """Returns the value of a wire form.
 
     Raises:
-        ValueError, TypeError, ArithmeticError, RecursionError: it is none.
+        ValueError, TypeError, ArithmeticError, RecursionError: `wire` is no wire form.
     """
     if wire is None or isinstance(wire, bool | int | float | str):
         return wire
@@ -128,7 +128,7 @@ def _array(dtype: str, shape: list[int], data: str) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Makes a container equal to its newer copy, in place, and what it holds likewise.
+    """Makes a container equal to its newer copy, in place, and the containers in it likewise.
 
     Returns:
         The old object; the new one if the old one cannot be changed.
