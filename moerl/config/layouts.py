@@ -1,7 +1,7 @@
 """Parallel layouts that Megatron-Core can run, and valid ones near one that it cannot. Pure; any process.
 
 The rules are those of megatron-core 0.19.2 (`initialize_model_parallel`, `TransformerConfig`, linear, attention and MoE
-layers), said before anything starts and in the words of the configuration:
+layers), checked before anything starts and named in the words of the configuration:
 
     world  = tensor x pipeline x context x data
     expert x expert_tensor  divides  tensor x context x data      (each pipeline stage is cut anew for its experts)

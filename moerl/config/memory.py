@@ -4,7 +4,7 @@ Shape legend: T = rows of a microbatch, h = hidden size, k = experts per token, 
 
 **Parameters** follow megatron-core 0.19.2 with Transformer Engine layers: `tensor` splits attention, dense and shared
 MLPs, embedding and head (vocabulary padded to a multiple); `expert` deals out experts and `expert_tensor` splits each;
-`pipeline` deals out layers. Norms, routers and the projections into latent spaces are held whole.
+`pipeline` deals out layers. Norms, routers and the projections into latent spaces are whole on each rank.
 
 **State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, if weights are bf16, 4 of
 the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over the
@@ -12,7 +12,7 @@ ranks that hold the same ones. The share `trainer.optimizer_offload` of moments 
 update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` parameters or one whole tensor's part.
 
 **Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward
-pass is taken here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores, and
+pass is used here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores, and
 experts. With n = T / context and m = n / tensor rows, a layer keeps, in elements:
 
     norms        4 m h                                      two norms, input and output

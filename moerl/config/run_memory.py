@@ -170,7 +170,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns why the GPU of a rank does not hold what it has to; None if it does."""
+    """Returns the error if the GPU of a rank is too small for the run; None if it is not."""
     # A server with a GPU of its own takes its share and no more.
     gpus = [place for place in places(config, machine) if place.name in (GPU_OF_TRAINER, GPU_OF_BOTH)]
     problem = next((_unfit(config, place) for place in gpus if not place.fits), None)
@@ -184,7 +184,7 @@ def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
 
 
 def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns why the fullest host does not hold what it has to; None if it does, or if its memory is not known."""
+    """Returns the error if the fullest host is too small for the run; None if it is not, or if its size is not known."""
     host = places(config, machine)[-1]
     return None if host.fits else _unfit(config, host)
 

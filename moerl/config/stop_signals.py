@@ -2,7 +2,7 @@
 
 The first one is remembered until the run reaches a safe point; further ones change nothing, because schedulers send
 several. Ctrl-C after any of them ends the run at once, as the end of the grace time does, unless it came together with
-another signal: whoever sends both to a whole job is no person who waits.
+another signal: a program that sends both to a whole job is no person who waits.
 """
 
 from __future__ import annotations

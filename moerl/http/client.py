@@ -251,7 +251,7 @@ def given_up(request: Request) -> NoAnswerError:
 
 
 def _proxy(url: str) -> _Proxy:
-    """Returns the proxy that the environment names for an address, its password apart: errors show the address."""
+    """Returns the proxy that the environment names for an address, the password in a separate value."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.hostname or ""):
         return {}

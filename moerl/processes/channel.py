@@ -67,7 +67,7 @@ class Inbox:
 
 
 def send(connection: socket.socket, message: bytes, frame: bytes = b"") -> None:
-    """Sends one message; returns when the system has taken it."""
+    """Sends one message; returns when the system has buffered it."""
     connection.sendall(_LENGTHS.pack(len(message), len(frame)) + message)
     if frame:
         connection.sendall(frame)

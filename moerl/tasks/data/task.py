@@ -117,7 +117,7 @@ class RowsTask(DemonstrationTask, ChatTask):
             ) from error
         unscored = [name for name, value in rewards.items() if name.endswith(f".{UNSCORED}") and value]
         if unscored:
-            # A harmless response: others will not fare better, and they would be 0 in silence.
+            # A harmless response fails, so others will fail, too, and each would silently get 0.
             raise ConfigError(
                 f"task.rewards.{unscored[0].removesuffix(f'.{UNSCORED}')}: tried before the run, it could not score a"
                 f" response to {self.place(first.prompt)}",
