@@ -184,7 +184,7 @@ def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
 
 
 def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns the error if the fullest host is too small for the run; None if it is not, or if its size is not known."""
+    """Returns the error if the fullest host is too small for the run; None if it is not, or if that is not known."""
     host = places(config, machine)[-1]
     return None if host.fits else _unfit(config, host)
 
