@@ -29,12 +29,12 @@ def grouped_query_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(q k^T * scaling + mask) v, the attention interface of transformers.
+    """Computes softmax(q k^T * scaling + mask) v, by the attention interface of transformers.
 
     Args:
         module: the attention layer; not read.
-        attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key. It sees the first
-            ones (`decode_mask`, `prefill_mask`).
+        attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key. Each sees the first ones
+            (`decode_mask`, `prefill_mask`).
         options: `scaling` is read; dropout is for training and sliding windows are already in the mask.
 
     Returns:
@@ -71,12 +71,12 @@ def grouped_query_attention(
 
 
 def prefill_mask(length: int, device: torch.device) -> Tensor:
-    """bool [1, 1, P, P], causal. Prompts are padded on the right, so no real token ever sees a pad."""
+    """Returns bool [1, 1, P, P], causal. Prompts are padded on the right, so no real token ever sees a pad."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
 
 
 def decode_mask(positions_N: Tensor, length: int) -> Tensor:
-    """bool [N, 1, 1, T]: row n sees its own cached tokens 0..positions_N[n]."""
+    """Returns bool [N, 1, 1, T]: row n sees its own cached tokens 0..positions_N[n]."""
     keys_T = torch.arange(length, device=positions_N.device)
     return (keys_T[None, :] <= positions_N[:, None])[:, None, None, :]
 

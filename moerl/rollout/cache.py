@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 _BLOCK = 128
-"""Tokens that there is room for at first: growing copies all of it."""
+"""Tokens that capacity is rounded up to multiples of, up to `max_tokens`: growing copies all of the cache."""
 
 
 class SlotCache(Cache):
@@ -37,18 +37,18 @@ class SlotCache(Cache):
         self._rows_N: Tensor | None = None
 
     def begin_prefill(self, slots: Tensor, num_tokens: int) -> None:
-        """The next pass writes prompts of (padded) length num_tokens, one per row, into slots (int64)."""
+        """Has the next pass write prompts of (padded) length num_tokens, one per row, into slots (int64)."""
         self.reserve(num_tokens)
         self._slots, self._positions_N = slots, None
 
     def begin_decode(self, positions_N: Tensor, num_tokens: int) -> None:
-        """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), all below num_tokens."""
+        """Has the next pass write one token per row into slots 0..N-1, at positions_N (int64), all below num_tokens."""
         self.reserve(num_tokens)
         self._positions_N = positions_N
         self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
 
     def layers_of(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, float32 [num_slots, G, capacity, D] each, with room for num_tokens.
+        """Returns keys and values of every layer, float32 [num_slots, G, capacity, D], with room for num_tokens.
 
         Args:
             shapes: G and D of every layer.
@@ -93,7 +93,8 @@ class SlotCache(Cache):
         return states.new_zeros(self.num_slots, num_heads, self.capacity, head_size)
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for so many tokens in every slot; what is there stays. Tensors that views were taken of change."""
+        """Makes room for so many tokens in every slot; what is there stays. Growing replaces the tensors, of which
+        earlier views then show the old ones."""
         if num_tokens <= self.capacity:
             return
         used = self.capacity

@@ -1,6 +1,6 @@
 """Routing capture: what the model's own routers chose, while it generates.
 
-Runs inside the embedded rollout engine, and where `moerl.rollout.enforce` replays. Hooks before the experts read the
+Runs inside the embedded rollout engine, and in `moerl.rollout.enforce`. Hooks before the experts read the
 expert ids of every row of every forward pass, prompts included; nothing is computed a second time, because a second
 pass may route differently. Shape legend: R = input rows of a pass (pads included), L = MoE layers, K = experts per
 token.
@@ -23,19 +23,19 @@ from moerl.models.family import Family
 
 
 def family_of_model(model: PreTrainedModel) -> Family | None:
-    """The record of a live model's family; None where moerl knows none."""
+    """Returns the record of a live model's family; None if moerl knows none."""
     return FAMILIES.get(model.config.model_type)
 
 
 def experts_class(family: Family) -> type[nn.Module]:
-    """The class of the experts modules, one per MoE layer: what they are given is what the router chose, whichever
+    """Returns the class of the experts modules, one per MoE layer: their inputs are what the router chose, whichever
     module chose it."""
     module, name = family.experts_class.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
 
 
 def experts_by_layer(model: PreTrainedModel) -> dict[int, Any]:
-    """The experts modules of a live model by the number of their decoder layer; none where the family is unknown."""
+    """Returns the experts modules of a live model by number of decoder layer; none if its family is unknown."""
     family = family_of_model(model)
     if family is None:
         return {}
@@ -49,7 +49,7 @@ def experts_by_layer(model: PreTrainedModel) -> dict[int, Any]:
 
 
 def routers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that choose experts, in the order of the layers; none where the family is unknown."""
+    """Returns the modules that choose experts, in the order of the layers; none if the model's family is unknown."""
     family = family_of_model(model)
     if family is None:
         return []
@@ -87,7 +87,7 @@ class RoutingCapture:
             seen.clear()
 
     def take(self, num_rows: int) -> Tensor:
-        """The expert ids of the pass since `begin`: int64 [R, L, K].
+        """Returns the expert ids of the pass since `begin`: int64 [R, L, K].
 
         Raises:
             EngineError: A layer did not run exactly once, or not on num_rows rows.

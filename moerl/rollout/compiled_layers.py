@@ -2,8 +2,8 @@
 of the cost.
 
 Runs inside the embedded rollout engine. In a step of a few dozen rows modules, hooks and small operations were three
-quarters (docs/decisions/compiled-layers-on-a-cpu.md). Models that this does not know go through transformers. Shape
-legend: U = prompts, R = rows, whole blocks; H = hidden size, L, K as in the data contract.
+quarters (docs/decisions/compiled-layers-on-a-cpu.md). Models that `knows_layers_of` refuses go through transformers.
+Shape legend: U = prompts, R = rows, whole blocks; H = hidden size, L, K as in the data contract.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
     Args:
         dtype: the type that the model's numbers are rounded to (`moerl.rollout.rounding`), None if they are not.
     """
-    # A class that goes on from this one may compute anything.
+    # A subclass may compute anything.
     if type(model) is not Qwen3MoeForCausalLM or model.device.type != "cpu" or has_eight_bit_products(model):
         return False
     config, layers = cast(Any, model.config), cast(Any, model.base_model).layers
@@ -48,12 +48,14 @@ def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
 
 
 class CompiledLayers:
-    """Tokens through all layers of a model, whose weights these share: they need no word of an update.
+    """The layers of a model, compiled. They read the memory of the model's weights, so they need no call when it is
+    updated.
 
-    Sequences are independent of one another, so threads share them, and numbers do not depend on how many there are.
+    Sequences are independent of one another: threads work on them side by side, and numbers do not depend on how many
+    threads there are.
 
     Args:
-        model, dtype: that `knows_layers_of` knows.
+        model, dtype: for which `knows_layers_of` is True.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
@@ -112,7 +114,7 @@ class CompiledLayers:
         cache: SlotCache,
         parts: Sequence[slice],
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Rows through all layers. A row sees those before it in its slot: of the cache, and of its part."""
+        """Computes rows through all layers. A row sees the earlier ones of its slot, in the cache and in its part."""
         assert all(rows.start % ROWS == rows.stop % ROWS == 0 for rows in parts)
         _, eps, _, halves = self._settings
         stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
@@ -136,7 +138,7 @@ class CompiledLayers:
         return torch.from_numpy(stream), ids.transpose(1, 0, 2)
 
     def _angles_of(self, num_tokens: int) -> list[NDArray[np.float32]]:
-        """Cosines and sines of RoPE at so many positions or more, [at least num_tokens, D] each."""
+        """Returns cosines and sines of RoPE at so many positions or more, [at least num_tokens, D] each."""
         if not self._angles or len(self._angles[0]) < num_tokens:
             # Doubled, so that a growing sequence does not ask for all of them at every step.
             positions = torch.arange(2 * num_tokens)[None]
@@ -146,7 +148,7 @@ class CompiledLayers:
 
 
 def _shared(parameter: Tensor) -> NDArray[np.float32]:
-    """The memory of a parameter, which an update writes over."""
+    """Returns the memory of a parameter, which an update writes over."""
     return parameter.detach().numpy()
 
 

@@ -21,47 +21,49 @@ _LOW = 0xFFFFFFFF
 
 
 class Asked(NamedTuple):
-    """Sampling parameters of N rows on the device.
-
-    temperature: float32 [N]. top_p, min_p, uniforms: float64 [N]. top_k: int64 [N], 0 if the full vocabulary is open.
-    greedy: bool [N].
-    """
+    """Sampling parameters of N rows on the device."""
 
     temperature: Tensor
+    """float32 [N]; 1 for a greedy row."""
     top_p: Tensor
+    """float64 [N]."""
     min_p: Tensor
+    """float64 [N]."""
     top_k: Tensor
+    """int64 [N]; 0 if the full vocabulary is open."""
     greedy: Tensor
+    """bool [N]."""
     uniforms: Tensor
+    """float64 [N] in [0, 1)."""
 
 
 class Drawn(NamedTuple):
-    """One token per row, on the device.
-
-    token_ids, kept_sizes: int64 [N]; a size is 0 if nothing was cut. logprobs, kept_logmass: float32 [N], nats. log_z:
-    float32 [N], not finite if the logits of a row are broken. kept_ids: int32 [N * W], kept sets one after the other,
-    ascending within a row; what follows the last one is 0.
-    """
+    """One token per row, on the device."""
 
     token_ids: Tensor
+    """int64 [N]."""
     logprobs: Tensor
+    """float32 [N], nats, within the kept set."""
     kept_logmass: Tensor
+    """float32 [N], nats; 0 if nothing was cut."""
     log_z: Tensor
+    """float32 [N]; not finite if the logits of a row are broken."""
     kept_sizes: Tensor
+    """int64 [N]; 0 if nothing was cut."""
     kept_ids: Tensor
+    """int32 [N * W]: kept sets one after the other, ascending within a row; 0 behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Kinds of rows in a step: all of their parameters that shapes and operations of the step depend on.
-
-    width: candidates of a row with a finite top-k, a power of two or V; 0 if there is no such row. any_open: some row
-    has the full vocabulary. any_top_p: some row has a top-p below 1.
-    """
+    """Kinds of rows in a step: all of their parameters that shapes and operations of the step depend on."""
 
     width: int
+    """Candidates of a row with a finite top-k, a power of two or V; 0 if there is no such row."""
     any_open: bool
+    """True if some row has the full vocabulary."""
     any_top_p: bool
+    """True if some row has a top-p below 1."""
 
     @classmethod
     def of(cls, params: RowParams, vocab_size: int) -> Kinds:

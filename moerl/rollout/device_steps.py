@@ -1,9 +1,9 @@
 """Passes of the embedded engine on a device: transformers' layers, and a sampler that stays on the device.
 
 Runs inside the embedded rollout engine. A decoding step is one copy to the device, one recorded step
-(`moerl.rollout.recorded`), one copy back, and one wait. What it depends on besides values is in its key: rows and
-tokens of the cache that it reads, both rounded up so that there are few keys, and the kinds of its rows. Memory of the
-cache stays where it is from one run of the engine to the next. Shape legend as in `moerl.rollout.steps`; W as in
+(`moerl.rollout.recorded`), one copy back, and one wait. Its key is all that it depends on besides values: rows and
+tokens of the cache that it reads, both rounded up so that there are few keys, and the kinds of its rows. The cache
+keeps its memory from one run of the engine to the next. Shape legend as in `moerl.rollout.steps`; W as in
 `moerl.rollout.device_sampler`.
 """
 
@@ -44,7 +44,7 @@ _Key = tuple[int, int, Kinds]
 
 
 def why_not_recorded(model: PreTrainedModel) -> str:
-    """Returns why the decoding steps of a model cannot be recorded; nothing if they can."""
+    """Returns why the decoding steps of a model cannot be recorded; an empty text if they can."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", "default")
     return "" if kind in _FIXED_ANGLES else f"RoPE of type {kind!r} looks at the longest sequence of every step"
@@ -139,7 +139,7 @@ class DeviceSteps:
         return _packed(draw_rows(self._logits(hidden[:, 0]), _asked(inputs), kinds), experts, self._spec)
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
-        """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
+        """Returns hidden states after the last norm, [rows, tokens, hidden]; only sampled rows need the head."""
         self._capture.begin()
         output = self._model.base_model(
             input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
@@ -158,8 +158,7 @@ class DeviceSteps:
             self._recorded_capacity = cache.capacity
 
     def _inputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs of a step on the host and on the device, int64 [len(_ROWS), num_rows]; rows that are not written are
-        greedy ones of token 0 at position 0."""
+        """Returns the inputs of a step on the host and on the device, int64 [len(_ROWS), num_rows], all 0 at first."""
         if num_rows not in self._inputs:
             on_host = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
             self._inputs[num_rows] = on_host, torch.zeros_like(on_host, device=self._model.device)
@@ -191,7 +190,7 @@ class DeviceSteps:
 
     @staticmethod
     def _rounded_rows(num_running: int, num_slots: int) -> int:
-        """Powers of two, but for the last: at least all slots, in eights."""
+        """Returns the rows of a step: a power of two, at most the slots in whole eights."""
         return min(_power(num_running, LEAST_ROWS), -(-num_slots // LEAST_ROWS) * LEAST_ROWS)
 
 

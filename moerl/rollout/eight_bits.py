@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from moerl.errors import EngineError
 
 FLOAT8 = "float8"
-"""`rollout.dtype`."""
+"""Value of `rollout.dtype` for 8-bit products."""
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max
@@ -26,14 +26,14 @@ _CACHE, _MARK = "moerl_eight_bits", "moerl_eight_bit_products"
 
 
 def to_eight_bits(values: Tensor) -> Tensor:
-    """`values` in float32, each row along the last dimension rounded to e4m3 with a scale of its own."""
+    """Returns `values` in float32, each row along the last dimension rounded to e4m3 with a scale of its own."""
     values = values.float()
     scales = values.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
     return (values / scales).to(_E4M3).float() * scales
 
 
 def eight_bit_weight(weight: Tensor) -> Tensor:
-    """The rounded weight [..., out, in], computed once after each change of `weight`."""
+    """Returns the rounded weight [..., out, in], computed once after each change of `weight`."""
     version, rounded = getattr(weight, _CACHE, (None, weight))
     if version != weight._version:
         version, rounded = weight._version, to_eight_bits(weight.detach())
@@ -42,7 +42,7 @@ def eight_bit_weight(weight: Tensor) -> Tensor:
 
 
 def round_operands(model: PreTrainedModel) -> None:
-    """From now on linear maps of a model multiply 8-bit numbers, and so do experts (`experts_function`).
+    """Has linear maps of a model multiply 8-bit numbers from now on, and so its experts (`experts_function`).
 
     Raises:
         EngineError: the model is not on a CPU.

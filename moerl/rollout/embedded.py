@@ -43,7 +43,7 @@ from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
 Take = Callable[[bool], Sequence[RolloutRequest] | None]
-"""Asked before each step, and told whether there is nothing to do: requests that came meanwhile; None for no more."""
+"""Called before each step, with True if nothing is left to sample; returns new requests, None if no more will come."""
 
 
 class EmbeddedEngine:
@@ -53,8 +53,8 @@ class EmbeddedEngine:
         unfinished: rollout ids of the latest `generate` call that never got a token (aborted while waiting) or
             whose tokens were given up (the iterator was closed early). They yield no record; ask for them again.
         costs: of weight updates, summed up.
-        between_steps: called between two steps of `generate`, where weights may be updated and rollouts aborted.
-        description: one line about device, precision and steps. is_on_device: it samples on a GPU.
+        between_steps: called between two steps of `generate`; may update weights and abort rollouts.
+        description: one line about device, precision and steps. is_on_device: True if it samples on a GPU.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EmbeddedEngine:
         Args:
             spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
             max_running: sequences that decode together.
-            policy_version: of the weights the model holds; -1 where it waits for a first update.
+            policy_version: of the weights the model holds; -1 if it waits for a first update.
             record_steps: decoding steps on a GPU are recorded as CUDA graphs, if the model's can be.
 
         Raises:
@@ -111,8 +111,8 @@ class EmbeddedEngine:
         """Yields one record per request, in the order in which they finish.
 
         Raises:
-            EngineError: At once, where a request is refused or the engine has no weights yet; at the first record,
-                where another `generate` is not finished.
+            EngineError: At once, if a request is refused or the engine has no verified weights; at the first record,
+                if another `generate` is not finished.
         """
         if self._policy_version < 0:
             raise EngineError(
@@ -159,7 +159,7 @@ class EmbeddedEngine:
             self._run.aborted_ids |= unfinished if rollout_ids is None else unfinished & set(rollout_ids)
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         self._capture.close()
         if self._stop_rounding is not None:
             self._stop_rounding()
@@ -195,7 +195,8 @@ class EmbeddedEngine:
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held}
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Refuses `generate` from now on where what is held differs; what is being generated goes on.
+        """Compares the held weights with checksums of the sent ones. If they differ, `generate` is refused from now on;
+        what is being generated goes on.
 
         Raises:
             WeightSyncError: it differs.
@@ -302,7 +303,7 @@ class EmbeddedEngine:
         return Draw(params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
 
     def _finish(self, run: Schedule) -> list[RolloutRecord]:
-        """Records of the rows whose newest token ended them; a stop token on the last place counts as a stop."""
+        """Returns the records of rows that their newest token ended; a stop token on the last place is a stop."""
         stopped = run.table.stopped()
         done = stopped | run.table.full()
         reasons = [FinishReason.STOP if stop else FinishReason.LENGTH for stop in stopped[done]]

@@ -1,4 +1,4 @@
-"""Enforced routing in a transformers model: its MoE layers use the experts they are told to.
+"""Enforced routing in a transformers model: its MoE layers use the experts that the caller names.
 
 Runs inside `moerl.rollout.replay`. Hooks before the experts replace what the router chose; the weights of the experts
 are those that the model's own router gives them. Shape legend: R = input rows of a pass, L = MoE layers, E = experts,
@@ -22,15 +22,15 @@ from moerl.rollout.capture import RoutingCapture, experts_class, family_of_model
 
 
 def softmax_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
-    """float32 [R, K]: p = softmax(logits) of the experts, divided by their sum where `norm_topk_prob`."""
+    """Returns float32 [R, K]: p = softmax(logits) of the experts, divided by their sum if `norm_topk_prob`."""
     weights_RK = logits_RE.softmax(-1, dtype=torch.float32).gather(1, ids_RK)
     return weights_RK / weights_RK.sum(-1, keepdim=True) if config.norm_topk_prob else weights_RK
 
 
 def sigmoid_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
-    """float32 [R, K]: sigmoid(logits) of the experts, divided by their sum where `norm_topk_prob`, then scaled.
+    """Returns float32 [R, K]: sigmoid(logits) of the experts, divided by their sum if `norm_topk_prob`, then scaled.
 
-    The correction bias has a say in the choice alone, never in the weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
+    The correction bias changes the choice alone, never the weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
     """
     weights_RK = logits_RE.float().sigmoid().gather(1, ids_RK)
     if config.norm_topk_prob:
@@ -74,7 +74,7 @@ class EnforcedRouting:
         self._routed_R = torch.zeros(0, dtype=torch.bool)
 
     def begin(self, ids_RLK: Tensor, routed_R: Tensor) -> None:
-        """Says what the next pass uses.
+        """Sets the experts that the next pass uses.
 
         Args:
             ids_RLK: int64, distinct experts per row and layer. routed_R: bool; False where the router decides.

@@ -2,9 +2,9 @@
 
 Runs inside the embedded rollout engine, registered with transformers under `experts_function`. The stock grouped
 function masks and scatters every row for cases that do not occur here; with the few rows of a decoding step that is
-half of its time on a CPU. On a device it is the fastest in 16 bits, and never waits for the device. In other types
-torch's grouped product does: it reads on the host where the rows of each expert end. Shape legend: R = rows, K =
-experts per token, E = experts, H = hidden size, F = width of an expert.
+half of its time on a CPU. On a device the stock function is the fastest in 16 bits, and never waits for the device. In
+other types torch's grouped product waits: the host reads the ends of the rows of each expert. Shape legend: R = rows,
+K = experts per token, E = experts, H = hidden size, F = width of an expert.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def sorted_experts(
     dtype: torch.dtype | None = None,
     eight_bits: bool = False,
 ) -> Tensor:
-    """sum over k of weights[r, k] * down(act(gate(h)) * up(h)) of expert ids[r, k], the interface of transformers.
+    """Computes sum over k of weights[r, k] * down(act(gate(h)) * up(h)) of expert ids[r, k], by the interface of
+    transformers.
 
     Args:
         module: holds `gate_up_proj` [E, 2F, H] and `down_proj` [E, H, F].
-        dtype: what activations are rounded to; None where they are left as they are.
+        dtype: type that activations are rounded to; None if they are left as they are.
         eight_bits: operands of products are rounded to 8 bits (`moerl.rollout.eight_bits`).
 
     Returns:
@@ -56,7 +57,7 @@ def sorted_experts(
     """
     num_rows, num_chosen = ids_RK.shape
     places, ends_E = _places(ids_RK.flatten(), module.num_experts)
-    # What fills up the rows of an expert is anything finite.
+    # Rows that fill up the last block of an expert are anything finite.
     sources = places.new_zeros(int(ends_E[-1]))
     sources[places] = torch.arange(num_rows, device=places.device).repeat_interleave(num_chosen)
     rows = hidden_RH.index_select(0, sources)
@@ -106,7 +107,7 @@ def _product(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, eight_bits: bool)
 
 
 def experts_function(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """The name of the function that is best for the experts of a model, rounding activations to `dtype`.
+    """Returns the name of the function that is best for the experts of a model, rounding activations to `dtype`.
 
     Raises:
         EngineError: the model's products are of 8 bits, and these experts have no such function.

@@ -45,7 +45,7 @@ from moerl.rollout.requests import check_requests
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `generate` that is not finished; `frames` ends with None where the engine is gone."""
+    """One `generate` that is not finished; `frames` ends with None if the engine is gone."""
 
     left: set[str]
     frames: queue.SimpleQueue[tuple[bytes, list[str]] | None] = field(default_factory=queue.SimpleQueue)
@@ -56,13 +56,13 @@ class BesideEngine:
 
     Args:
         start: what the process loads.
-        process: has just begun; closed with the engine.
+        process: just started; closed with the engine.
 
     Attributes:
         unfinished: rollout ids of the latest `generate` call to end that yielded no record.
         costs: of weight updates, summed up.
-        description, is_on_device: as of `EmbeddedEngine`.
-        receiver: where senders push buckets of an update that was begun here.
+        description, is_on_device: as in `EmbeddedEngine`.
+        receiver: address to which senders push the buckets of an update that was begun here.
 
     Raises:
         EngineError: the model cannot be loaded, or the process ended.
@@ -75,7 +75,7 @@ class BesideEngine:
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._answers: queue.SimpleQueue[EngineAnswer | None] = queue.SimpleQueue()
-        # Of what goes out; and of an update, whose calls may come from any thread.
+        # Messages go out one at a time; so do calls of an update, which may come from any thread.
         self._sending, self._updating = threading.Lock(), threading.Lock()
         self._has_ended = self._is_closed = False
         self._staged: int | None = None
@@ -100,8 +100,8 @@ class BesideEngine:
         """Yields one record per request, in the order in which they finish. Sampling starts at once.
 
         Raises:
-            EngineError: at once, where a request is refused, no weights were sent yet or the process is gone; at a
-                later record, where the process ends.
+            EngineError: at once, if a request is refused, the engine has no verified weights or the process is gone; at
+                a later record, if the process ends.
         """
         if self._version < 0:
             raise EngineError(
@@ -139,7 +139,7 @@ class BesideEngine:
             self._calls.pop(number, None)
 
     def peak_rss_bytes(self) -> int:
-        """Returns the peak resident memory of the process. Raises `EngineError` where it is gone."""
+        """Returns the peak resident memory of the process. Raises `EngineError` if the process is gone."""
         return self._update(Update("memory")).peak_rss_bytes
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
@@ -165,8 +165,8 @@ class BesideEngine:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def begin_update(self, version: int) -> None:
-        """Begins an update; one that was never ended is forgotten. Returns before the process has begun it, which it
-        does after a decoding step: buckets wait there."""
+        """Begins an update; one that was never ended is forgotten. Returns at once: the process begins the update after
+        a decoding step, and buckets wait there until then."""
         check_version(version)
         with self._updating:
             self._send(Update("begin", version=version))

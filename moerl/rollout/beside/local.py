@@ -1,4 +1,4 @@
-"""How the controller reaches the process of an engine, and that process on this machine."""
+"""Interface of the controller to the process of an engine, and such a process on this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class EngineProcess(Protocol):
     """The process of an engine, which dies with the controller. Messages: `moerl.rollout.beside.messages`."""
 
     def send(self, message: bytes) -> None:
-        """Hands on a message, after those before. `OSError` where the process is gone."""
+        """Sends a message, after those before it. Raises `OSError` if the process is gone."""
         ...
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The next message of the process, and its frame. `EOFError` or `OSError` where there will be none. One thread
-        calls it."""
+        """Returns the next message of the process, and its frame. Raises `EOFError` or `OSError` if no more will come.
+        Only one thread calls it."""
         ...
 
     @property
@@ -42,11 +42,11 @@ class EngineProcess(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits a while for the process, which was told to close, and ends it. Once more is harmless."""
+        """Waits a while for the process, which was told to close, and ends it. A second call is harmless."""
         ...
 
     def release(self) -> None:
-        """Gives up the connection to the process, which has ended. Nobody is in `receive` any more."""
+        """Gives up the connection to the process, which has ended. Called when no thread is in `receive` any more."""
         ...
 
 
@@ -84,7 +84,7 @@ class LocalProcess:
 
 
 def dismiss(process: EngineProcess) -> None:
-    """Ends a process that no engine was made of."""
+    """Ends a process that no engine uses."""
     with contextlib.suppress(OSError):
         process.send(encode(CloseEngine()))
     process.close()

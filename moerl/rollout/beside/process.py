@@ -1,6 +1,6 @@
-"""The engine's process: ``python -m moerl.rollout.beside.process SOCKET``, started by `BesideEngine`.
+"""The engine's process: ``python -m moerl.rollout.beside.process SOCKET``, started by `LocalProcess`.
 
-SOCKET is the descriptor of the connection to the controller. Ends when told to, or with the controller.
+SOCKET is the descriptor of the connection to the controller. Ends on `CloseEngine`, or with the controller.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Work of the engine's process once it has torch: it samples, and takes weights between two tokens.
 
-main thread       samples; between two decoding steps it handles what the controller said: requests, and begin and end
-                  of weight updates
-weight-buckets    one thread for each sender of weights: stages buckets beside sampling, and waits for `begin`, which
-                  the main thread may still have before it
+main thread       samples; between two decoding steps it handles the messages of the controller: requests, and begin and
+                  end of weight updates
+weight-buckets    one thread for each sender of weights: waits until the main thread has begun the update, and stages
+                  buckets while the main thread samples
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _problem(error: Exception) -> EngineAnswer:
 
 
 class _Served:
-    """The engine, and who asked for which rollout."""
+    """The engine, with the call that asked for each rollout."""
 
     def __init__(self, connection: socket.socket, start: StartEngine) -> None:
         keep_freed_memory()
@@ -104,7 +104,8 @@ class _Served:
             self._tell(records)
 
     def _take(self, is_idle: bool) -> Sequence[RolloutRequest] | None:
-        """Does what the controller has said meanwhile; where there is nothing to do, until there is."""
+        """Handles the messages of the controller; returns the requests among them, None when the engine is to end.
+        Blocks while nothing is left to sample and no request comes."""
         found: list[RolloutRequest] = []
         patience = 0.0
         while (is_idle and not found) or select.select([self._connection], [], [], patience)[0]:
@@ -153,7 +154,7 @@ class _Served:
         )
 
     def _tell(self, records: Sequence[RolloutRecord]) -> None:
-        """Sends what a step finished, to each call its own."""
+        """Sends the records that a step finished, one message for each call."""
         by_call: dict[int, list[Any]] = {}
         for record in records:
             # What the contract asks of them is for the controller to check.
@@ -180,7 +181,7 @@ class OpenUpdate:
         self._problem: Exception | None = None
 
     def begin(self, version: int) -> None:
-        """Begins an update. What is wrong with it is raised by `take` and `end`: nobody waits for an answer."""
+        """Begins an update. `take` and `end` raise its error: nobody waits for an answer to `begin`."""
         self._problem = None
         try:
             self._engine.begin_update(version)
@@ -192,7 +193,7 @@ class OpenUpdate:
         """Stages a bucket of this version, once its update has begun.
 
         Raises:
-            WeightSyncError: it does not begin, or could not.
+            WeightSyncError: the update did not begin in time, or failed to.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._version == version, _BEGIN_SECONDS):
