@@ -53,7 +53,7 @@ class Generate(_Message, tag="generate"):
     call: int
     """Number of the call; its `FinishedRollouts` have the same."""
     requests: list[RolloutRequest]
-    """At least one request, checked by the controller."""
+    """Requests of the call, checked by the controller."""
 
 
 class Abort(_Message, tag="abort"):
@@ -106,7 +106,7 @@ class EngineAnswer(_Message, tag="answer"):
 
 
 class FinishedRollouts(_Message, tag="records"):
-    """Rollouts of a call that finished in one step, in the frame that follows."""
+    """Rollouts of a call that finished in one step, as trajectories in the frame of the message."""
 
     call: int
     """Number of the call, as in `Generate`."""

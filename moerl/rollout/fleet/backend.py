@@ -1,4 +1,4 @@
-"""Interface of the fleet to a kind of server. A backend is a folder of its own beside `fleet`:
+"""Interface of the fleet to a kind of server. A backend is a folder of its own next to `fleet`:
 
 connect        makes a `ServerBackend` of an address; refuses a server that is not what the trainer needs
 launchers      start servers, or wait for servers that somebody else starts
@@ -32,33 +32,37 @@ class KeyRefusedError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the trainer's model. moe_layers: indices of its MoE layers among its decoder layers."""
+    """Facts about the trainer's model."""
 
     spec: ModelSpec
+    """Spec of the model."""
     moe_layers: tuple[int, ...]
+    """Indices of its MoE layers among its decoder layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a rollout.
-
-    request_id: of this attempt alone. policy_version: of the weights that servers hold; prefix caches of other versions
-    must not be hit. sampled_ids: tokens of the response that are there already. The answer goes on behind them; draws
-    depend on seed and position alone, and so come out as without the interruption.
-    """
+    """One attempt at a rollout."""
 
     request: RolloutRequest
+    """Request for the whole rollout."""
     request_id: str
+    """Id of this attempt alone."""
     policy_version: int
+    """Version of the weights that servers hold; prefix caches of other versions must not be hit."""
     sampled_ids: tuple[int, ...] = ()
+    """Tokens of the response that are there already. The answer goes on behind them; draws depend on seed and position
+    alone, and so come out as without the interruption."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """reason: what ended the attempt. segment: what was sampled; None where nothing was."""
+    """The result of an attempt."""
 
     reason: FinishReason
+    """Reason for which the attempt ended."""
     segment: Segment | None
+    """Tokens that were sampled; None if none were."""
 
 
 class AttemptReply(Protocol):
@@ -66,29 +70,29 @@ class AttemptReply(Protocol):
 
     @property
     def is_aborted(self) -> bool:
-        """The server broke the attempt off, or was told to."""
+        """True if the server broke the attempt off, or was told to."""
         ...
 
     @property
     def raw(self) -> Mapping[str, Any]:
-        """For the quarantine, where the answer cannot be read."""
+        """Values for the quarantine, if the answer cannot be read."""
         ...
 
     def decode(self) -> AttemptResult:
-        """Raises ContractError where the answer cannot be read."""
+        """Returns the result. Raises ContractError if the answer cannot be read."""
         ...
 
 
 class WeightChannel(Protocol):
-    """The way of weights from this process to one server. Of an update that the engine's process begins and ends."""
+    """The way of weights from this process to one server, in updates that the engine's process begins and ends."""
 
     @property
     def network(self) -> str:
-        """Servers that say the same can be sent to as one `WeightGroup`."""
+        """Name of the network: servers with the same one can be sent to as one `WeightGroup`."""
         ...
 
     def new_group(self) -> WeightGroup:
-        """For servers of this network."""
+        """Returns a group without members, for servers of this network."""
         ...
 
     async def close(self) -> None:
@@ -114,15 +118,15 @@ class WeightGroup(Protocol):
         ...
 
     def leave(self) -> None:
-        """Nothing more is sent. Servers keep running."""
+        """Ends the group: nothing more is sent. Servers keep running."""
         ...
 
 
 class ServerBackend(Protocol):
     """One running server as the engine's process uses it, in the engine's event loop.
 
-    A step of a weight update raises `WeightSyncError` where it failed or took too long; its message names the server.
-    What the server then holds is unknown, and it reports no version until an update succeeds.
+    A step of a weight update raises `WeightSyncError` if it failed or took too long; its message names the server. The
+    weights of the server are then unknown, and it reports no version until an update succeeds.
     """
 
     @property
@@ -141,7 +145,8 @@ class ServerBackend(Protocol):
         ...
 
     async def ask(self, attempt: Attempt) -> AttemptReply:
-        """Raises TransportError where no whole answer came, KeyRefusedError, or EngineError where it was refused."""
+        """Returns the answer to an attempt. Raises TransportError if no whole answer came, KeyRefusedError, or
+        EngineError if the server refused the attempt."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -156,7 +161,7 @@ class ServerBackend(Protocol):
         """Has one token sampled: a server whose scheduler hangs can answer health checks all the same.
 
         Raises:
-            EngineError: it was not, in time.
+            EngineError: no token came in time.
         """
         ...
 
@@ -166,8 +171,8 @@ class ServerBackend(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Gives the memory of its weights and prefix cache back; it then holds nobody's weights. The next update of all
-        weights takes the memory again. Asked of a server that has no request."""
+        """Has the server give back the memory of its weights and prefix cache; it then holds nobody's weights. The next
+        update of all weights takes the memory again. Called when the server has no request."""
         ...
 
     async def begin_update(self) -> None:
@@ -181,19 +186,19 @@ class ServerBackend(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Sampling goes on."""
+        """Has the server sample again."""
         ...
 
     async def digests(self) -> Mapping[str, int]:
-        """`moerl.kernels.checksum` of every tensor that it computes with, by checkpoint name."""
+        """Returns `moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name."""
         ...
 
     async def dtypes(self) -> Mapping[str, str]:
-        """Names of dtypes (float32, bfloat16) by checkpoint name: what the server casts each tensor to."""
+        """Returns names of dtypes (float32, bfloat16) by checkpoint name: the server casts each tensor to its dtype."""
         ...
 
     def open_channel(self) -> WeightChannel:
-        """From this process, over the connections that it has already."""
+        """Opens a channel from this process, over the connections that it has already."""
         ...
 
     async def close(self) -> None:
@@ -202,14 +207,14 @@ class ServerBackend(Protocol):
 
 
 Connect = Callable[[str, Endpoint], Awaitable[ServerBackend]]
-"""From a server's name and address to the server; raises EngineError where it is not what the trainer needs."""
+"""Connects to the server of a name and an address; raises EngineError if it is not what the trainer needs."""
 
 
 class ServerLauncher(Protocol):
-    """Gives a server that serves, as often as one is needed."""
+    """A source of running servers: one at a time, as often as one is needed."""
 
     def open(self) -> Endpoint:
-        """A server that is ready now. Called again where the one before failed.
+        """Returns a server that is ready now. Called again if the one before failed.
 
         Raises:
             EngineError: there is none in time.
@@ -220,5 +225,6 @@ class ServerLauncher(Protocol):
 
 
 def new_request_id(rollout_id: str) -> str:
-    """Another one for every attempt. Aborts may match prefixes of ids: what comes first is unique and of one length."""
+    """Returns another id for every attempt. Aborts may match prefixes of ids: its beginning is unique and of one
+    length."""
     return f"{secrets.token_hex(8)}-{rollout_id}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def choose_server(loads: Mapping[str, int], home: str | None, max_running: int) -> str | None:
-    """The least loaded server, or the one that has the prompt's prefix in its cache where that one is hardly busier.
+    """Returns the least loaded server, or the one with the prompt's prefix in its cache if that one is hardly busier.
 
     Args:
         loads: requests under way on each server that may get more, by name.
@@ -14,7 +14,7 @@ def choose_server(loads: Mapping[str, int], home: str | None, max_running: int) 
         max_running: requests that a server works on side by side.
 
     Returns:
-        None where all are full.
+        The server's name; None if all are full.
     """
     free = {name: load for name, load in loads.items() if load < max_running}
     if not free:

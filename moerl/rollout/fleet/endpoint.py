@@ -19,12 +19,16 @@ from moerl.http.keys import Key, read_private
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: `http://HOST:PORT`. pid: of the server's first process, 0 where it is not ours."""
+    """Address and keys of a server."""
 
     url: str
+    """`http://HOST:PORT`."""
     api_key: str
+    """Key for sampling."""
     admin_key: str
+    """Key for aborts, pauses and weight updates; empty if the process has none."""
     pid: int = 0
+    """Process id of the server's first process; 0 if it is not known."""
 
     def __repr__(self) -> str:
         return f"Endpoint(url={self.url!r}, pid={self.pid})"
@@ -60,7 +64,7 @@ def read_endpoint(path: Path) -> Endpoint:
 
 
 def _endpoint(content: bytes) -> Endpoint:
-    """Raises ValueError or TypeError where `content` is not what `write_endpoint` writes."""
+    """Reads `content`. Raises ValueError or TypeError if it is not what `write_endpoint` writes."""
     values = json.loads(content)
     types = {field.name: int if field.name == "pid" else str for field in fields(Endpoint)}
     if not isinstance(values, dict) or set(values) != set(types):
@@ -78,7 +82,7 @@ def _endpoint(content: bytes) -> Endpoint:
 
 
 def require_private(host: str) -> None:
-    """Raises EngineError where `host` is an address that others outside the cluster could reach."""
+    """Raises EngineError if `host` is an address that others outside the cluster could reach."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

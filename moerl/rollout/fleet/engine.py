@@ -56,11 +56,11 @@ class FleetEngine:
         options: EngineOptions,
         version: int,
     ) -> None:
-        """Takes a server of every launcher.
+        """Gets a server from every launcher, and connects to it.
 
         Args:
             connect: of the servers' backend.
-            version: policy version of the weights that servers start with; -1 where they must wait for an update.
+            version: policy version of the weights that servers start with; -1 if they must wait for an update.
 
         Raises:
             EngineError: there is none, or one is not what is needed; the message names it.
@@ -112,8 +112,8 @@ class FleetEngine:
         begins to ask when its first record is asked for.
 
         Raises:
-            EngineError: at once, where a request is refused or no weights were sent yet; at a later record, where a
-                server refused one, or all servers were given up.
+            EngineError: at once, if a request is refused, no weights were sent yet or servers sleep; at a later record,
+                if a server refused one, or all servers were given up.
         """
         if self._sleeps or self._requests.version < 0:
             raise EngineError(
@@ -173,8 +173,8 @@ class FleetEngine:
     def end_update(self) -> None:
         """Takes the set into use. Servers that failed get it when they are replaced, before they get requests.
 
-        Where dtypes were asked for before the update, sampling waits for `verify`: nothing is sampled with weights
-        that are not those that were sent.
+        If `held_dtypes` was called before, sampling waits for `verify`: nothing is sampled with weights that are not
+        those that were sent.
 
         Raises:
             WeightSyncError: the set is incomplete: servers hold what they held before.
@@ -182,26 +182,27 @@ class FleetEngine:
         self._wait(self._end())
 
     def abandon_update(self) -> None:
-        """Instead of `end_update`: servers get back what they held before, and sampling goes on. After it, instead of
-        `verify`: sampling goes on. A closed engine has none open."""
+        """Gives up the open update: servers get back what they held before, and sampling goes on. After `end_update`,
+        in place of `verify`: sampling goes on. Does nothing on a closed engine."""
         if not self._loop.is_closed():
             self._wait(self._abandon())
 
     def held_dtypes(self) -> Mapping[str, str]:
-        """Names of dtypes by checkpoint name, as servers hold tensors. Waits for a server the first time."""
+        """Returns names of dtypes by checkpoint name, as servers hold tensors. Waits for a server the first time."""
         return self._wait(self._held_dtypes())
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Servers that hold other weights get everything again, and requests only once they hold what was sent.
+        """Compares the weights of servers with checksums of the sent ones. Servers that hold other weights get
+        everything again, and requests only once they hold what was sent.
 
         Raises:
-            WeightSyncError: no update was taken.
+            WeightSyncError: no update was taken, or a tensor was sent that has no checksum.
         """
         self._wait(self._verify(sent))
 
     def send_by(self, senders: AllSenders) -> None:
-        """From the next update on these send every set of weights, and this process sends nothing and keeps no tensors.
-        Call it before the first update of the trainer."""
+        """Has these send every set of weights from the next update on; this process then sends nothing and keeps no
+        tensors. Call it before the first update of the trainer."""
         self._updates.send_by(senders)
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class FleetEngine:
             raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
 
     def _open_channel(self, target: Target) -> WeightChannel:
-        """Raises WeightSyncError where the server was lost meanwhile."""
+        """Opens a channel to a server. Raises WeightSyncError if the server was lost meanwhile."""
         for replica in self._fleet.replicas:
             if replica.key == target.key:
                 return require_server(replica).open_channel()
@@ -281,7 +282,8 @@ class FleetEngine:
                 await self._updates.begin(version, lambda: self._fleet.current)
 
     async def _interrupt(self) -> None:
-        """Until servers may be paused."""
+        """Lets no new requests in, ends those under way as `EngineOptions.interrupt` says, and marks sampling as
+        paused."""
         self._fleet.shut()
         try:
             await self._quieten()
@@ -370,7 +372,7 @@ class FleetEngine:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Around a step of an update: servers that it failed on are replaced, also where it raises."""
+        """Replaces the servers on which a step of an update failed, also if the step raises."""
         try:
             yield
         finally:

@@ -29,8 +29,9 @@ MAX_LOSSES = 3
 class Fleet:
     """The servers of one engine.
 
-    connect: of their backend.
-    bring_up: brings a server that was just connected to hold the current weights; raises where that fails.
+    Args:
+        connect: of their backend.
+        bring_up: brings a server that was just connected to hold the current weights; raises if that fails.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Fleet:
     # --- servers -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Takes the first server of every launcher, side by side.
+        """Gets the first server from every launcher, side by side.
 
         Raises:
             EngineError: there is none, or it is not what is needed.
@@ -107,7 +108,7 @@ class Fleet:
         return current[0]
 
     async def _take(self, replica: Replica) -> None:
-        """From a place without a server to one with a server that holds the current weights."""
+        """Gets another server for a place without one, and has it hold the current weights."""
         endpoint = await asyncio.to_thread(replica.launcher.open)
         replica.connect(await self._connect(replica.name, endpoint))
         self._change(replica, State.STALE)
@@ -136,18 +137,18 @@ class Fleet:
             raise
 
     def release(self, replica: Replica) -> None:
-        """A request of `admit` is done with."""
+        """Gives back the room of a request that `admit` let in."""
         replica.load -= 1
         self._changed.set()
         self._hand_out()
 
     def answered(self, replica: Replica) -> None:
-        """The server gave an answer: what failed before is forgotten."""
+        """Records an answer of the server: failures before it are forgotten."""
         replica.heard()
         self._hand_out()
 
     def failed(self, replica: Replica, error: EngineError, asked_at: float) -> None:
-        """A request that was asked at `asked_at` (monotonic) got no answer."""
+        """Records that a request asked at `asked_at` (monotonic) got no answer; suspects the server, or loses it."""
         if not replica.is_current:
             return
         if replica.strike(asked_at) >= NUM_ATTEMPTS:
@@ -156,11 +157,11 @@ class Fleet:
             self._suspect(replica, error)
 
     def shut(self) -> None:
-        """From now on nothing new is asked for."""
+        """Lets no new requests in, until `reopen`."""
         self._admits.clear()
 
     def pause(self) -> None:
-        """From now on servers sample nothing, and silence means nothing."""
+        """Marks sampling as paused until `reopen`: servers sample nothing, and silence means nothing."""
         self._samples.clear()
 
     def reopen(self) -> None:
@@ -211,7 +212,8 @@ class Fleet:
             self._start(self._bring_back(replica))
 
     async def check_versions(self, version: int) -> None:
-        """Before a call: replaces servers that hold other weights; somebody else has restarted or updated them."""
+        """Replaces servers that hold other weights: somebody else has restarted or updated them. Called before the
+        requests of a `generate` call."""
         self._homes.clear()
         await asyncio.gather(*(self._compare(replica, version) for replica in self.current))
 
@@ -236,7 +238,7 @@ class Fleet:
             self._go_on_with(replica)
 
     async def _replace(self, replica: Replica, error: MoerlError) -> None:
-        """Until a server holds the current weights, or the place is given up."""
+        """Replaces the server of a place until one holds the current weights, or the place is given up."""
         while replica.losses < MAX_LOSSES:
             self._options.say(f"WARNING: server {replica.name!r} is lost, taking another: {error}")
             self._change(replica, State.RESTARTING)
@@ -267,7 +269,7 @@ class Fleet:
             self._start(self._probe(replica))
 
     async def _probe(self, replica: Replica) -> None:
-        """Until the server answers something, or has not for four times."""
+        """Probes a suspected server until it answers, four times at most; then loses it."""
         for attempt in range(NUM_ATTEMPTS):
             if attempt:
                 await backoff(attempt - 1)
@@ -307,7 +309,7 @@ class Fleet:
         self._hand_out()
 
     def _end_of_all(self) -> BaseException | None:
-        """Why no server will ever be had again."""
+        """Returns the error for which no server will ever be had again; None if one may."""
         if self._crash is None and all(replica.state is State.DEAD for replica in self.replicas):
             return self.replicas[-1].error
         return self._crash
@@ -343,7 +345,7 @@ class Fleet:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first one of a task group, if it is one's."""
+    """Returns the first error of a task group, or `error` itself if it is no group's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -8,39 +8,45 @@ from enum import StrEnum
 
 
 class Interrupt(StrEnum):
-    """Treatment of responses under way by a weight update. drain: it waits for them. abort_resume: they are cut short,
-    and asked for again behind the tokens that they have. retract: the server computes the keys and values of these
-    tokens again with the new weights, and goes on."""
+    """Treatment of responses under way by a weight update."""
 
     DRAIN = "drain"
+    """The update waits for them."""
     ABORT_RESUME = "abort_resume"
+    """They are cut short, and asked for again behind the tokens that they have."""
     RETRACT = "retract"
+    """The server computes the keys and values of their tokens again with the new weights, and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the trainer and its servers work together.
-
-    engine_id: of the engine; its servers are numbered. dtype: of the servers' weights; float32 or bfloat16.
-    max_running: requests that are with one server together. response_seconds: longest time from asking for a response
-    to having it. probe_seconds: silence of a busy server after which it is probed, and the time that a probe has.
-    update_seconds: for each step of a weight update. bucket_bytes: largest group of tensors that are sent together.
-    shapes: of every tensor the served model has, by its name in the checkpoint. tied: tensors that are another one's
-    and may come, too, by name. say: told when a server was lost. interrupt: see there. keeps_copy: senders keep the
-    weights that servers should hold in host memory; without them a server that was lost cannot be replaced.
-    shares_devices: servers compute where senders do; NCCL takes a device once, so weights go through host memory.
-    """
+    """Settings of the trainer and its servers for working together."""
 
     engine_id: str
+    """Id of the engine; its servers are numbered."""
     dtype: str
+    """Dtype of the servers' weights: float32 or bfloat16."""
     max_running: int
+    """Requests that one server has at a time, at most."""
     response_seconds: float
+    """Longest time from asking for a response to having it."""
     probe_seconds: float
+    """Silence of a busy server after which it is probed, and the time that a probe has."""
     update_seconds: float
+    """Longest time of each step of a weight update."""
     bucket_bytes: int
+    """Largest group of tensors that are sent together."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor of the served model, by its name in the checkpoint."""
     tied: Mapping[str, str]
+    """Tensors that are another one's and may come, too: that one's name by theirs."""
     say: Callable[[str], None]
+    """Called in the engine's event loop with a line for people when a server is lost, replaced or given up."""
     interrupt: Interrupt = Interrupt.RETRACT
+    """Treatment of responses under way when an update begins."""
     keeps_copy: bool = True
+    """True if senders keep the weights that servers should hold in host memory; without these a server that was lost
+    cannot be replaced."""
     shares_devices: bool = False
+    """True if servers compute on the devices of senders; NCCL takes a device once, so weights then go through host
+    memory."""

@@ -11,11 +11,11 @@ from moerl.rollout.fleet.backend import Bucket, WeightChannel, WeightGroup
 
 
 class Receivers:
-    """Who gets buckets, and who failed. A server that fails gets no more; it comes back under another key.
+    """The servers that one sender sends to. One that fails gets no more buckets; it comes back under another key.
 
     Args:
-        open_channel: raises WeightSyncError where a server was lost meanwhile.
-        together: servers may pass buckets on to one another. Not where other senders send to them at the same time: a
+        open_channel: raises WeightSyncError if a server was lost meanwhile.
+        together: servers may pass buckets on to one another. False if other senders send to them at the same time: a
             server takes one bucket at a time, and two buckets that servers pass on would wait for each other.
     """
 
@@ -27,7 +27,7 @@ class Receivers:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def replace(self, targets: Iterable[Target]) -> None:
-        """From now on buckets go to these servers, and to no others. In an event loop."""
+        """Has buckets go to these servers from now on, and to no others. Called in an event loop."""
         targets = list(targets)
         for key in self._channels.keys() - {target.key for target in targets}:
             # Nobody waits for it: the server may be gone.
@@ -55,7 +55,7 @@ class Receivers:
         await asyncio.gather(*(self._send(name, channels, bucket, number) for name, channels in members.items()))
 
     def failed(self) -> dict[str, str]:
-        """The servers that have failed since this was asked last, by key, and why."""
+        """Returns the servers that have failed since the last call, by key, and why."""
         failed, self._failed = self._failed, {}
         return failed
 
@@ -87,7 +87,8 @@ class Receivers:
 
 
 async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> WeightSyncError | None:
-    """A step of a weight update on one server, or on a channel to one; why it failed."""
+    """Runs a step of a weight update on one server, or on a channel to one; returns why it failed, None if it did
+    not."""
     if on is None:
         return WeightSyncError("weight update: the server was lost meanwhile")
     try:
@@ -104,5 +105,5 @@ async def _close(channel: WeightChannel) -> None:
 
 
 async def _leave(channel: WeightChannel) -> None:
-    """A server that cannot be told is gone, or will notice."""
+    """Leaves a server, whatever it answers: one that cannot be told is gone, or will notice."""
     await attempt(_close, channel)

@@ -14,16 +14,20 @@ from moerl.rollout.fleet.backend import Attempt, AttemptReply, ServerBackend, Se
 
 
 class State(StrEnum):
-    """starting: not asked yet. healthy: gets requests. suspect: a request failed or nothing is heard of it; it is
-    probed, and gets no new ones. restarting: lost; its launcher is making another. stale: serves, but not the current
-    weights. dead: given up."""
+    """State of a place for a server."""
 
     STARTING = "starting"
+    """It has had no server yet."""
     HEALTHY = "healthy"
+    """Its server gets requests."""
     SUSPECT = "suspect"
+    """A request failed, or the server is silent: it is probed, and gets no new requests."""
     RESTARTING = "restarting"
+    """Its server is lost; the launcher gives another."""
     STALE = "stale"
+    """Its server serves, but does not hold the current weights."""
     DEAD = "dead"
+    """It is given up."""
 
 
 class StaleServerError(EngineError):
@@ -32,50 +36,57 @@ class StaleServerError(EngineError):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A place for a server; the server itself may be replaced.
-
-    server: None before there is one, and while it is replaced. key: of the connection to it; each has another.
-    max_request_tokens: of the latest server; 0 before there was one.
-    asks: requests under way. losses: servers lost in a row without an answer in between. strikes: failures in a row,
-    those at one time counted once. struck_at, heard_at: when it failed last, when an answer came last, by the monotonic
-    clock. error: why it is not healthy.
-    """
+    """A place for a server; the server itself may be replaced."""
 
     name: str
+    """Id of the engine, and number of the place."""
     launcher: ServerLauncher
+    """Source of its servers."""
     server: ServerBackend | None = None
+    """None before there is one, and while it is replaced."""
     key: str = ""
+    """Key of the connection to the server, another one for each; empty before there is one."""
     max_request_tokens: int = 0
+    """Limit of the latest server; 0 before there was one."""
     state: State = State.STARTING
+    """Set by `Fleet`, and by `heard`."""
     load: int = 0
+    """Requests that `Fleet.admit` gave to the server, and that are not released."""
     asks: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Requests that wait for an answer."""
     losses: int = 0
+    """Servers lost in a row, without an answer in between."""
     strikes: int = 0
+    """Failures in a row; those at one time count once."""
     struck_at: float = 0.0
+    """Time of the last counted failure, in seconds of the monotonic clock."""
     heard_at: float = 0.0
+    """Time from which its silence counts, in seconds of the monotonic clock: that of the last answer, or later."""
     error: MoerlError | None = None
+    """Latest error that made the server suspect, or for which the place was given up; None before."""
 
     @property
     def is_current(self) -> bool:
-        """It holds the current weights. Whoever does not is in the hands of one task that sees to it."""
+        """True if the server holds the current weights. If not, one task sees to it, or the place is given up."""
         return self.state in (State.HEALTHY, State.SUSPECT)
 
     def heard(self) -> None:
-        """An answer came."""
+        """Records an answer."""
         self.strikes = self.losses = 0
         self.heard_at = time.monotonic()
         if self.state is State.SUSPECT:
             self.state = State.HEALTHY
 
     def strike(self, asked_at: float) -> int:
-        """A request that was asked at `asked_at` failed; returns the strikes. What failed together counts once."""
+        """Counts a failed request that was asked at `asked_at`; returns the strikes. Those that failed together count
+        once."""
         if asked_at > self.struck_at:
             self.strikes += 1
             self.struck_at = time.monotonic()
         return self.strikes
 
     async def ask(self, attempt: Attempt) -> AttemptReply:
-        """The answer to an attempt.
+        """Returns the answer to an attempt.
 
         Raises:
             TransportError: none came, or the server was lost meanwhile.
@@ -95,12 +106,12 @@ class Replica:
         return asked.result()
 
     def connect(self, server: ServerBackend) -> None:
-        """Takes another server."""
+        """Puts another server into the place."""
         self.server, self.key, self.strikes = server, secrets.token_hex(8), 0
         self.max_request_tokens = server.max_request_tokens
 
     def give_up_asks(self) -> None:
-        """Requests under way fail."""
+        """Has the requests under way fail."""
         for asked in list(self.asks):
             asked.cancel()
 

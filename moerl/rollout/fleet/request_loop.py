@@ -29,24 +29,30 @@ MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
 
 @dataclass(slots=True)
 class Rollout:
-    """One rollout of a call.
-
-    segments: what earlier attempts brought. replica, request_id: of the attempt that a server works on.
-    asked_at: when, by the monotonic clock. epoch, version: of the weights then. num_failed: attempts without an answer.
-    num_damaged: attempts with an answer that cannot be read. admitted_at: when the first attempt began.
-    """
+    """One rollout of a call."""
 
     request: RolloutRequest
+    """Request for the whole rollout."""
     segments: list[Segment] = field(default_factory=list)
+    """Tokens that earlier attempts brought."""
     replica: Replica | None = None
+    """Place of the server that works on it; None between attempts."""
     request_id: str = ""
+    """Id of the latest attempt; empty before the first."""
     asked_at: float = 0.0
+    """Time at which the latest attempt began, in seconds of the monotonic clock."""
     epoch: int = 0
+    """Value of `RequestLoop.epoch` then."""
     version: int = -1
+    """Policy version of the servers then; -1 before the first attempt."""
     num_failed: int = 0
+    """Attempts without an answer."""
     num_damaged: int = 0
+    """Attempts with an answer that cannot be read."""
     admitted_at: float = 0.0
+    """Time at which the first attempt began, in seconds of `time.perf_counter`; 0 before it."""
     is_aborted: bool = False
+    """True once the caller of `generate` has aborted it."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -59,19 +65,22 @@ class Rollout:
 
 @dataclass(slots=True)
 class Call:
-    """State of one `generate` call; belongs to the event loop, but for `outcomes`, which ends with None."""
+    """State of one `generate` call. It belongs to the event loop, but for `outcomes`."""
 
     rollouts: dict[str, Rollout]
+    """All rollouts of the call, by id."""
     outcomes: queue.SimpleQueue[RolloutRecord | None] = field(default_factory=queue.SimpleQueue)
+    """Records for the thread of `generate`; None ends them."""
     asked_at: float = field(default_factory=time.perf_counter)
+    """Time of the call, in seconds of `time.perf_counter`."""
 
 
 class RequestLoop:
-    """Asks the servers of a fleet.
+    """Asks the servers of a fleet for rollouts.
 
     Attributes:
         version: policy version that servers hold. epoch: counts weight updates that may cut responses short.
-        is_cutting: one is doing so now.
+        is_cutting: True while such an update does so.
     """
 
     def __init__(self, fleet: Fleet, spec: ModelSpec, costs: InterruptCosts, version: int) -> None:
@@ -113,7 +122,7 @@ class RequestLoop:
             self.is_cutting = False
 
     async def cut_short(self, rollouts: Iterable[Rollout]) -> None:
-        """Has servers answer with what they have; one that cannot be told is looked after."""
+        """Has servers answer with what they have; a server that cannot be told has failed a request."""
         await asyncio.gather(*(self._tell(rollout) for rollout in rollouts))
 
     async def _tell(self, rollout: Rollout) -> None:
@@ -156,7 +165,7 @@ class RequestLoop:
             self._deliver(call, rollout, replica, values, None)
 
     async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
-        """The answer to one attempt; None where there is none, and the server is looked after.
+        """Returns the answer to one attempt; None if there is none, after a report of that to the fleet.
 
         Raises:
             EngineError: the server refused the request, or too many attempts brought nothing.
@@ -185,7 +194,7 @@ class RequestLoop:
         return reply
 
     def _require_answer(self, rollout: Rollout, replica: Replica, reply: AttemptReply) -> None:
-        """An answer that was cut short though neither user nor update asked for it is none."""
+        """Raises TransportError for an answer that was cut short though neither user nor update asked for it."""
         is_cut = self.is_cutting or rollout.epoch != self.epoch
         if reply.is_aborted and not rollout.is_aborted and not is_cut:
             raise TransportError(
@@ -196,7 +205,7 @@ class RequestLoop:
             )
 
     def _read(self, rollout: Rollout, replica: Replica, reply: AttemptReply) -> FinishReason | None:
-        """Adds what an answer brought; what finished the rollout, None where it is to go on.
+        """Adds what an answer brought; returns what finished the rollout, None if it is to go on.
 
         Raises:
             ContractError: the answer cannot be read.
@@ -217,7 +226,8 @@ class RequestLoop:
         return answer.reason
 
     def _count_recomputed(self, rollout: Rollout, segment: Segment) -> None:
-        """A server that goes on with other weights computes all that was there before again."""
+        """Counts the tokens that a server computed again: all that were there before, each time it goes on with other
+        weights."""
         versions = segment.policy_versions
         before = len(rollout.request.prompt_ids) + rollout.num_sampled
         for at in (versions[1:] != versions[:-1]).nonzero()[0].tolist():
@@ -244,7 +254,7 @@ def _finished(rollout: Rollout) -> FinishReason | None:
 
 
 def _check_length(rollout: Rollout, reason: FinishReason) -> None:
-    """A response that is shorter than asked for is no response of that length."""
+    """Raises EngineError if a response is longer or, without a stop token, shorter than asked for."""
     count, asked = rollout.num_sampled, rollout.request.max_new_tokens
     is_whole = _finished(rollout) == FinishReason.STOP if reason == FinishReason.STOP else count == asked
     if count > asked or not is_whole:

@@ -18,19 +18,22 @@ class Segment:
     """Consecutive sampled tokens of one rollout, as one answer brought them; an interrupted rollout has several.
 
     T = its tokens, R = its rows of routing: those of inputs that no segment before it has rows of.
-
-    token_ids: int32 [T]. rollout_logprobs, kept_logmass: float32 [T]. policy_versions: int32 [T].
-    kept_sizes: int64 [T], kept_ids: int32 [sum of the sizes]; empty where nothing was cut.
-    expert_ids: uint8 or uint16 [R, L, K].
     """
 
     token_ids: NDArray[np.int32]
+    """int32 [T]."""
     rollout_logprobs: NDArray[np.float32]
+    """float32 [T], nats."""
     kept_logmass: NDArray[np.float32]
+    """float32 [T], nats."""
     policy_versions: NDArray[np.int32]
+    """int32 [T]."""
     kept_sizes: NDArray[np.int64]
+    """int64 [T]; 0 if nothing was cut."""
     kept_ids: NDArray[np.int32]
+    """int32 [sum of `kept_sizes`]."""
     expert_ids: NDArray[Any]
+    """uint8 or uint16 [R, L, K]."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -48,7 +51,7 @@ def first_row(request: RolloutRequest, num_before: int) -> int:
 def trajectory_values(
     request: RolloutRequest, segments: Sequence[Segment], reason: FinishReason, spec: ModelSpec
 ) -> dict[str, Any]:
-    """The `Trajectory` fields of a rollout; `engine_id`, `attempt` and `timings` are the caller's.
+    """Returns the `Trajectory` fields of a rollout; `engine_id`, `attempt` and `timings` are the caller's.
 
     Args:
         segments: at least one, in order.

@@ -17,11 +17,11 @@ from moerl.rollout.fleet.weight_set import WeightSet
 
 
 class Sender:
-    """A part of every set, or all of it.
+    """A sender of a part of every set, or of all of it.
 
     Args:
-        weight_set: what may come.
-        receivers: to whom it goes.
+        weight_set: tensors that may come.
+        receivers: servers that they go to.
         bucket_bytes: what is kept is sent in buckets of up to this size; a tensor that is larger is sent alone.
 
     Attributes:
@@ -42,8 +42,8 @@ class Sender:
         self._receivers.replace(targets)
 
     async def send(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
-        """Sends what the set or `held` returned to these servers, or to those of `begin`. `failed` names servers that
-        fail."""
+        """Sends a bucket of `weight_set` or of `held` to these servers, or to those of `begin` if None. `failed` names
+        servers that fail."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
         await self._receivers.send(bucket, number, None if targets is None else {target.key for target in targets})
 

@@ -37,7 +37,7 @@ class AllSenders(Protocol):
         ...
 
     async def take(self, version: int) -> Sequence[Part]:
-        """Closes the set; the part of each sender."""
+        """Closes the set; returns the part of each sender."""
         ...
 
     async def hold(self, version: int) -> None:
@@ -45,7 +45,7 @@ class AllSenders(Protocol):
         ...
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
-        """Has senders send what they keep to these servers, whose updates are open."""
+        """Has senders send what they keep to these servers, whose updates are open; returns the part of each."""
         ...
 
     async def close(self) -> None:

@@ -58,7 +58,7 @@ class ServersSink:
         self._sender.take(self._version)
 
     def abandon_update(self) -> None:
-        """Nothing: the engine has the version before sent again."""
+        """Does nothing: the engine has the version before sent again."""
 
     def hold(self, version: int) -> None:
         """Keeps the set that was taken last, which is of this version, for `held`."""

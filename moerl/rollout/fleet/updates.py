@@ -25,7 +25,7 @@ from moerl.rollout.weight_difference import weight_difference
 class Updates:
     """The sets of weights of one engine.
 
-    Who calls `begin`, `receive`, `end`, `resume`, `sleep` or `give_up` asks for `failed` afterwards, also where they
+    The caller of `begin`, `receive`, `end`, `resume`, `sleep` or `give_up` calls `failed` afterwards, also if they
     raised.
 
     Args:
@@ -54,12 +54,12 @@ class Updates:
         self._failed: list[tuple[Replica, WeightSyncError]] = []
 
     def send_by(self, senders: AllSenders) -> None:
-        """From the next update on these send every set, and this process sends nothing. Until its end the sender here
-        keeps what it holds."""
+        """Has these send every set from the next update on; this process then sends nothing. Until that update ends the
+        sender here keeps what it holds."""
         self._senders = senders
 
     def failed(self) -> list[tuple[Replica, WeightSyncError]]:
-        """The servers that are out of the update since this was asked last, and why."""
+        """Returns the servers that have left the update since the last call, and why."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -119,13 +119,13 @@ class Updates:
         await self._each(_sleep, replicas)
 
     async def _each(self, step: Callable[[ServerBackend], Awaitable[None]], replicas: Sequence[Replica]) -> None:
-        """A step on servers that are in no update."""
+        """Runs a step on servers that are in no update."""
         errors = await asyncio.gather(*(attempt(step, replica.server) for replica in replicas))
         self._failed += [(r, error) for r, error in zip(replicas, errors, strict=True) if error is not None]
 
     async def give_up(self) -> None:
-        """Instead of `end`: brings servers back to what they held before. All of them have failed where there was
-        nothing before.
+        """Brings servers back to what they held before, in place of `end`. All of them have failed if they held
+        nothing.
 
         Raises:
             WeightSyncError: a sender is gone, and all servers have failed.
@@ -142,7 +142,7 @@ class Updates:
             self._close()
 
     async def bring_up(self, replica: Replica) -> None:
-        """Has a server that comes late hold what it should, where anything was sent yet.
+        """Has a server that comes late hold what it should, if anything was sent yet.
 
         Raises:
             WeightSyncError: a step failed, or it then does not hold what was sent.
@@ -160,14 +160,14 @@ class Updates:
                 raise error
 
     async def _send_held(self, version: int) -> None:
-        """A whole update of the targets to what they should hold, and sampling."""
+        """Makes a whole update of the targets to the version that they should hold, after which they sample."""
         await self._on_all(lambda server: server.begin_update())
         self._drop_failed(await self._holders.send(version, self._reached()))
         await self._on_all(lambda server: server.end_update(version))
         await self._on_all(_resume)
 
     async def dtypes(self, replica: Callable[[], Awaitable[Replica]]) -> Mapping[str, str]:
-        """Names of dtypes by checkpoint name, as servers hold tensors; a `replica` is asked the first time."""
+        """Returns names of dtypes by checkpoint name, as servers hold tensors; a `replica` is asked the first time."""
         if self._dtypes is None:
             self._dtypes = await require_server(await replica()).dtypes()
         return self._dtypes
@@ -206,13 +206,13 @@ class Updates:
             await self._holders.close()
 
     async def _on_all(self, step: Callable[[ServerBackend], Awaitable[None]]) -> None:
-        """One step on every server that is still in the update, side by side; those that fail are out of it."""
+        """Runs one step on every server that is still in the update, side by side; those that fail are out of it."""
         servers = {key: self._server(key) for key in self._targets}
         errors = await asyncio.gather(*(attempt(step, server) for server in servers.values()))
         self._drop({key: str(error) for key, error in zip(servers, errors, strict=True) if error is not None})
 
     def _reached(self) -> list[Target]:
-        """The servers that are still in the update, for senders."""
+        """Returns the servers that are still in the update, for senders."""
         servers = {key: self._server(key) for key in self._targets}
         return [Target(key, self._targets[key].name, dict(server.address)) for key, server in servers.items() if server]
 
@@ -221,7 +221,7 @@ class Updates:
             self._drop(part.failed)
 
     def _server(self, key: str) -> ServerBackend | None:
-        """None where it was lost meanwhile."""
+        """Returns a server of the update; None if it was lost meanwhile."""
         replica = self._targets[key]
         return replica.server if replica.key == key else None
 
@@ -249,7 +249,7 @@ async def _sleep(server: ServerBackend) -> None:
 
 
 def require_server(replica: Replica) -> ServerBackend:
-    """Raises WeightSyncError where the server was lost meanwhile."""
+    """Returns the server of a place. Raises WeightSyncError if it was lost meanwhile."""
     if replica.server is None:
         raise WeightSyncError(f"server {replica.name!r} was lost meanwhile")
     return replica.server

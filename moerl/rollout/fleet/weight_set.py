@@ -17,9 +17,10 @@ _REMEDY = "send the whole checkpoint of the served model once"
 class WeightSet:
     """One update in the making, on the CPU.
 
-    shapes: of every tensor of the served model, by its name in the checkpoint.
-    tied: names that may come as well, each with the tensor that it must equal; they are not kept.
-    keeps_copy: of every tensor; else of those alone that another one is compared with.
+    Args:
+        shapes: of every tensor of the served model, by its name in the checkpoint.
+        tied: names that may come as well, each with the tensor that it must equal; they are not kept.
+        keeps_copy: of every tensor; else of those alone that another one is compared with.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class WeightSet:
         self._tensors = None
 
     def part(self, version: int) -> dict[str, Tensor | None]:
-        """The tensors that have come, in the order of the checkpoint, without tied ones; None where no copy is kept.
-        The set is closed.
+        """Closes the set; returns the tensors that have come, in the order of the checkpoint, without tied ones. None
+        stands for a tensor of which no copy is kept.
 
         Raises:
             WeightSyncError: none is open, or one of another version; or a tied tensor is not the one it is tied to.
