@@ -9,7 +9,7 @@ from moerl.rollout.eight_bits import FLOAT8
 
 
 def is_host(model: PreTrainedModel) -> bool:
-    """Returns whether a model is on a CPU, where the compiled kernels are."""
+    """Returns whether a model is on a CPU, for which the compiled kernels are."""
     return model.device.type == "cpu"
 
 

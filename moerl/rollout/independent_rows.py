@@ -29,7 +29,7 @@ _FEW_TERMS = 2**20
 
 
 def is_for_kernels(tensor: Tensor) -> bool:
-    """Returns whether it is float32, on a CPU."""
+    """Returns whether a tensor is float32, on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
@@ -55,7 +55,7 @@ def grouped(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Multiplies rows that are sorted by expert with the weights of their experts: float32 [R, O].
 
     Args:
-        ends_E: int, where the rows of each expert end; whole blocks of `ROWS` each.
+        ends_E: int, end of the rows of each expert; whole blocks of `ROWS` each.
     """
     out = rows_RI.new_empty(len(rows_RI), weight_EOI.shape[1])
     given, weight, made, start = _shared(rows_RI), _shared(weight_EOI), out.numpy(), 0

@@ -12,7 +12,7 @@ _MIN_CAPACITY = 1 << 16
 
 
 class KeptPool:
-    """Kept sets one after the other in one int32 array; the caller remembers where each starts and its size."""
+    """Kept sets one after the other in one int32 array; the caller remembers the start and the size of each."""
 
     def __init__(self) -> None:
         self._ids = np.empty(_MIN_CAPACITY, np.int32)
@@ -31,7 +31,7 @@ class KeptPool:
         return starts
 
     def take(self, starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The named sets, one after the other, as a new array."""
+        """Returns the named sets, one after the other, as a new array."""
         shift = starts - (np.cumsum(sizes) - sizes)
         return self._ids[np.repeat(shift, sizes) + np.arange(int(sizes.sum()))]
 

@@ -27,7 +27,7 @@ _CONTRACT = {"contract"}
 
 @njit(error_model="numpy", cache=True)
 def rounded(x: Any, halves: bool) -> Any:
-    """x; where `halves`, rounded to the nearest bfloat16, ties to even."""
+    """Returns x, rounded to the nearest bfloat16, ties to even, if `halves`."""
     if not halves:
         return x
     bits = np.float32(x).view(np.uint32)
@@ -38,7 +38,7 @@ def rounded(x: Any, halves: bool) -> Any:
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
 def norm(x: Any, weight: Any, eps: Any, out: Any, halves: bool) -> None:
-    """RMSNorm of one row: out = weight * x / sqrt(mean(x^2) + eps), rounded."""
+    """Computes RMSNorm of one row: out = weight * x / sqrt(mean(x^2) + eps), rounded."""
     squares = np.float32(0.0)
     for i in range(x.shape[0]):
         squares += x[i] * x[i]
@@ -49,7 +49,9 @@ def norm(x: Any, weight: Any, eps: Any, out: Any, halves: bool) -> None:
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True, nogil=True)
 def project(x: Any, weight: Any, out: Any, start: int, stop: int, halves: bool) -> None:
-    """out[r] = weight x[r], rounded, for rows start to stop (whole blocks); x [R, I], weight [O, I], out [R, O].
+    """Computes out[r] = weight x[r], rounded, for rows start to stop, in whole blocks.
+
+    x [R, I], weight [O, I], out [R, O].
 
     A block of 4 x 4 results is what the registers of a CPU hold; weights are read once.
     """
@@ -96,7 +98,7 @@ def project(x: Any, weight: Any, out: Any, start: int, stop: int, halves: bool) 
 
 @njit(fastmath=_CONTRACT, error_model="numpy", cache=True)
 def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
-    """RoPE of one head: its first half and its second are turned together; all [D]."""
+    """Computes RoPE of one head: its first half and its second are turned together; all [D]."""
     half = x.shape[0] // 2
     for i in range(half):
         a, b = x[i], x[i + half]
@@ -106,7 +108,8 @@ def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
 def attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> None:
-    """out = softmax(q k^T * scale) v; query [D], keys [T, D], values [T, V], out [V], scores [at least T] for work."""
+    """Computes out = softmax(q k^T * scale) v; query [D], keys [T, D], values [T, V], out [V], scores [at least T] for
+    work."""
     num_seen, size = keys.shape
     width = values.shape[1]
     largest = np.float32(-np.inf)
@@ -181,8 +184,8 @@ def sine(x: Any, out: Any, start: int, stop: int) -> None:
 
 @njit(error_model="numpy", cache=True)
 def choose(logits_RE: Any, ids_RK: Any, weights_RK: Any, normalized: bool, halves: bool) -> None:
-    """The K experts with the largest softmax(logits), the largest first and of equal ones the smaller number; their
-    weights, divided by their sum where `normalized`, rounded. Writes over the logits."""
+    """Chooses the K experts with the largest softmax(logits), the largest first and of equal ones the smaller number;
+    their weights are divided by their sum if `normalized`, and rounded. Writes over the logits."""
     num_rows, num_experts = logits_RE.shape
     for r in range(num_rows):
         p = logits_RE[r]
@@ -206,7 +209,7 @@ def choose(logits_RE: Any, ids_RK: Any, weights_RK: Any, normalized: bool, halve
 
 @njit(error_model="numpy", cache=True)
 def experts(x: Any, ids_RK: Any, weights_RK: Any, matrices: Any, out: Any, halves: bool) -> None:
-    """out[r] = sum over k of weights[r, k] * down(silu(gate(x)) * up(x)) of expert ids[r, k], rounded.
+    """Computes out[r] = sum over k of weights[r, k] * down(silu(gate(x)) * up(x)) of expert ids[r, k], rounded.
 
     x, out [R, H]; matrices: gates, then up [E, 2F, H], and down [E, H, F]. Rows are sorted by expert, each of which
     gets whole blocks; what fills the last one up is 0.
@@ -251,7 +254,7 @@ def experts(x: Any, ids_RK: Any, weights_RK: Any, matrices: Any, out: Any, halve
 
 @njit(error_model="numpy", cache=True)
 def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
-    """The first half of a layer; arguments as in `layer`, weights up to those of the output."""
+    """Computes the first half of a layer; arguments as in `layer`, weights up to those of the output."""
     slots, positions, cos, sin = places
     keys, values = cache
     before, of_queries, of_keys, of_values, query_norm, key_norm, output = weights
@@ -293,7 +296,7 @@ def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings:
 
 @njit(error_model="numpy", cache=True)
 def mixture(stream: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
-    """The second half of a layer; arguments as in `layer`, weights from the norm before the experts on."""
+    """Computes the second half of a layer; arguments as in `layer`, weights from the norm before the experts on."""
     after, router, gate_up, down = weights
     _, eps, normalized, halves = settings
     num_rows, hidden = stream.shape
@@ -313,7 +316,7 @@ def mixture(stream: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
 
 @njit(error_model="numpy", cache=True)
 def gated_mlp(stream: Any, weights: Any, settings: Any) -> None:
-    """The second half of a layer without experts; weights: norm [H], gate and up [I, H], down [H, I]."""
+    """Computes the second half of a layer without experts; weights: norm [H], gate and up [I, H], down [H, I]."""
     after, of_gates, of_ups, down = weights
     _, eps, _, halves = settings
     num_rows, hidden = stream.shape
@@ -346,7 +349,7 @@ def dense_layer(stream: Any, places: Any, cache: Any, weights: Any, settings: An
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
-    """One layer of one token per row; adds to the residual stream, and writes the cache and the ids of the experts.
+    """Computes a layer for one token per row; adds to the residual stream, writes the cache and the ids of the experts.
 
     Args:
         stream: float32 [R, H].
@@ -367,7 +370,7 @@ def layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any, ids
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def last_norm(stream: Any, weight: Any, eps: Any, halves: bool) -> None:
-    """The residual stream [R, H] after the last layer, normed in place."""
+    """Norms the residual stream [R, H] after the last layer, in place."""
     for r in range(stream.shape[0]):
         for i in range(stream.shape[1]):
             stream[r, i] = rounded(stream[r, i], halves)

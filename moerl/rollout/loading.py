@@ -14,7 +14,7 @@ from moerl.rollout.host import engine_device
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
-    """The model of a Hugging Face directory that `moerl.config.model_tensors.check_weights` has let pass.
+    """Loads the model of a Hugging Face directory that `moerl.config.model_tensors.check_weights` has let pass.
 
     Args:
         settings: for `from_pretrained`.
@@ -36,8 +36,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
 
 
 def load_sampler(folder: Path, dtype: str) -> Any:
-    """The model of the embedded engine in the precision of `rollout.dtype`, on the device that the engine samples on;
-    8 bits are rounded to as it computes."""
+    """Loads the model of the embedded engine in the precision of `rollout.dtype`, on the device that the engine samples
+    on; for `FLOAT8` operands are rounded as it computes."""
     if dtype != FLOAT8:
         return load_model(folder, dtype=getattr(torch, dtype)).to(engine_device(dtype))
     model = load_model(folder, dtype=torch.bfloat16)

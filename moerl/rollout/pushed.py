@@ -42,12 +42,12 @@ class _Bucket(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BucketReceiver:
-    """Takes buckets for an engine of this process, until it is closed.
+    """A receiver of buckets for the engine of this process, until it is closed.
 
     Args:
-        take: called for one bucket at a time. The sender raises what it raises.
-        host: at which senders reach this process.
-        shares_memory: senders run on this machine.
+        take: called for one bucket at a time, in a thread for each sender. The sender raises what `take` raises.
+        host: address at which senders reach this process.
+        shares_memory: True if senders run on this machine.
     """
 
     def __init__(self, take: TakeBucket, host: str, *, shares_memory: bool) -> None:
@@ -87,7 +87,7 @@ class BucketReceiver:
             end.close()
 
     def _problem_with(self, bucket: _Bucket, room: _Room, connection: Connection) -> str:
-        """Hands a bucket to the engine; returns why it was not taken, or nothing."""
+        """Hands a bucket to the engine; returns why it was not taken, an empty text if it was."""
         try:
             flat = room.of(bucket, connection)
             with self._taking:
@@ -129,10 +129,10 @@ class PushingSink:
         self._push(_Bucket(self._version, places, num_bytes), flat)
 
     def end_update(self) -> None:
-        """Nothing: the controller ends the engine's update."""
+        """Does nothing: the controller ends the engine's update."""
 
     def abandon_update(self) -> None:
-        """Nothing: the controller abandons the engine's update."""
+        """Does nothing: the controller abandons the engine's update."""
 
     def close(self) -> None:
         self._connection.close()

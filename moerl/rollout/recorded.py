@@ -17,17 +17,17 @@ from torch import Tensor
 from moerl.errors import EngineError
 
 Step = Callable[[], Tensor]
-"""Computes a step from tensors that stay where they are; returns its output."""
+"""Computes a step from tensors that keep their addresses; returns its output."""
 
 _WARM_UPS = 2
 """Runs before a recording, in which libraries choose kernels and take their workspaces."""
 
 
 class Recorder(Protocol):
-    """Records steps of one device."""
+    """A recorder of the steps of one device."""
 
     def record(self, step: Step) -> Step:
-        """Returns what runs the step again, into the same output. The step itself may run several times."""
+        """Returns a function that runs the step again, into the same output. The step itself may run several times."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -35,15 +35,15 @@ class Recorder(Protocol):
         ...
 
     def wait(self) -> None:
-        """Returns once the device has done what it was told."""
+        """Waits until the device has done all that it was given."""
         ...
 
 
 class Unrecorded:
-    """Runs steps as they are, on any device: for models whose steps cannot be recorded, and to look for faults.
+    """A `Recorder` that runs steps as they are: for models whose steps cannot be recorded, and to look for faults.
 
     Args:
-        device: of the steps.
+        device: of the steps; any.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Unrecorded:
 
 
 class CudaGraphs(Unrecorded):
-    """Records steps as CUDA graphs. They share memory for what they compute on the way, since one runs at a time."""
+    """A `Recorder` of CUDA graphs. They share memory for what they compute on the way, since one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

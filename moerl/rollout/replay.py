@@ -25,15 +25,13 @@ _CHUNK_ROWS = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replayed:
-    """One trajectory by transformers.
-
-    logprobs: float64 [S], nats; of each sampled token under the distribution it was drawn from (its temperature, its
-        kept set), with the recorded experts; 0 where not sampled.
-    own_ids: int64 [S-1, L, K]; what the routers would have chosen on the hidden states of this replay.
-    """
+    """One trajectory by transformers."""
 
     logprobs: NDArray[np.float64]
+    """float64 [S], nats; of each sampled token under the distribution it was drawn from (its temperature, its kept
+    set), with the recorded experts; 0 if not sampled."""
     own_ids: NDArray[np.int64]
+    """int64 [S-1, L, K]; experts that the routers would have chosen on the hidden states of this replay."""
 
 
 class TransformersReplay:
@@ -41,7 +39,7 @@ class TransformersReplay:
 
     Args:
         model: of a Hugging Face directory.
-        dtype: of the weights. device: where they go.
+        dtype: of the weights. device: that computes.
 
     Raises:
         EngineError: the model's routers are unknown or do not match the spec.
@@ -77,9 +75,9 @@ class TransformersReplay:
 
 
 def support_logprobs(logits_RV: Tensor, trajectory: Trajectory, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Log-probs of sampled tokens under the distributions they were drawn from.
+    """Computes log-probs of sampled tokens under the distributions they were drawn from.
 
-    With z = logits / temperature: z_a - log(sum of exp z over the kept set), over the vocabulary where none is listed.
+    With z = logits / temperature: z_a - log(sum of exp z over the kept set), over the vocabulary if nothing was cut.
     A greedy token has log-prob 0, as in the contract.
 
     Args:

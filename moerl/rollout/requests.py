@@ -79,14 +79,14 @@ def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> Eng
 
 
 def room_for(requests: Iterable[RolloutRequest]) -> int:
-    """Tokens that a slot needs room for."""
+    """Returns the tokens that a slot needs room for."""
     return max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
 
 
 def distinct_prompts(
     prompts_mP: NDArray[np.int64], lengths_m: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The prompts that differ, and which of them each row is.
+    """Finds the prompts that differ, and which of them each row is.
 
     Args:
         prompts_mP: int64, padded with whatever on the right. lengths_m: int, tokens of each.

@@ -21,17 +21,17 @@ from moerl.rollout import host
 
 
 def rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`values` in their own dtype, each rounded to a number that `dtype` has; as they are where it is None."""
+    """Returns `values` in their own dtype, each rounded to a number that `dtype` has; unchanged if `dtype` is None."""
     return values if dtype is None else values.to(dtype).to(values.dtype)
 
 
 def emulated_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """The 16-bit type that a model on a CPU holds its weights in; None where there is nothing to emulate."""
+    """Returns the 16-bit type that a model on a CPU holds its weights in; None if there is nothing to emulate."""
     return model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
 
 
 def emulate(model: PreTrainedModel, dtype: torch.dtype, routers: list[nn.Module]) -> Callable[[], None]:
-    """Computes in float32 from now on, rounding to `dtype`; what it returns takes the hooks away again."""
+    """Has a model compute in float32 from now on, rounding to `dtype`. Returns a function that removes the hooks."""
     model.float()
     handles: list[Any] = []
 
@@ -42,7 +42,7 @@ def emulate(model: PreTrainedModel, dtype: torch.dtype, routers: list[nn.Module]
         return (rounded(inputs[0], dtype), *inputs[1:])
 
     def round_in_place(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # The sum of the residual stream, which goes on beside the norm.
+        # The sum of the residual stream, which goes on past the norm.
         inputs[0].copy_(rounded(inputs[0], dtype))
 
     for module in model.modules():
@@ -73,7 +73,7 @@ def emulate(model: PreTrainedModel, dtype: torch.dtype, routers: list[nn.Module]
 
 
 class _RoundedLinear(TorchFunctionMode):
-    """Rounds what `torch.nn.functional.linear` gives: routers call it by themselves."""
+    """A mode that rounds what `torch.nn.functional.linear` gives: routers call it by themselves."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -5,9 +5,9 @@ M = columns that are drawn from.
 
 For one row with logits z, temperature T and p = softmax(z / T), the semantics are those of SGLang's torch path:
 
-1. top-k and top-p are applied *jointly* to p: a token stays where its rank is below top_k and the mass of the
-   tokens ranked before it does not exceed top_p, which is compared in float64, and not at all where top_p is 1;
-2. then a token stays where p >= min_p * max(p);
+1. top-k and top-p are applied *jointly* to p: a token stays if its rank is below top_k and the mass of the
+   tokens ranked before it does not exceed top_p, which is compared in float64, and not at all if top_p is 1;
+2. then a token stays if p >= min_p * max(p);
 3. what is left, S = {w > 0}, is renormalised, and the token is drawn from it.
 
 Equal logits are ranked by ascending token id, so a kept set does not depend on how a sort breaks ties. The draw is
@@ -35,25 +35,28 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of N rows.
-
-    temperature: float32 [N]. top_p, min_p: float64 [N] (greedy rows hold temperature 1, top_p 1 and top_k 1).
-    top_k: int64 [N], 0 where the full vocabulary is open. greedy: bool [N]. max_top_k: the largest top_k. any_open:
-    some row has top_k 0. any_top_p: some row has a top_p below 1.
-    """
+    """Sampling parameters of N rows."""
 
     temperature: Tensor
+    """float32 [N]; 1 for a greedy row."""
     top_p: Tensor
+    """float64 [N]; 1 for a greedy row."""
     min_p: Tensor
+    """float64 [N]; 0 for a greedy row."""
     top_k: Tensor
+    """int64 [N]; 0 if the full vocabulary is open, 1 for a greedy row."""
     greedy: Tensor
+    """bool [N]."""
     max_top_k: int
+    """The largest top_k, of these rows or of the rows that they were chosen from."""
     any_open: bool
+    """True if some row has top_k 0, of the same rows as `max_top_k`."""
     any_top_p: bool
+    """True if some row has a top_p below 1, of the same rows as `max_top_k`."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> RowParams:
-        """One row per element of `params`."""
+        """Makes one row per element of `params`."""
         top_k = [1 if p.is_greedy else (p.effective_top_k or 0) for p in params]
         temperature = [1.0 if p.is_greedy else p.temperature for p in params]
         top_p = [1.0 if p.is_greedy else p.top_p for p in params]
@@ -70,7 +73,7 @@ class RowParams:
         )
 
     def rows(self, index: Tensor) -> RowParams:
-        """The named rows (int64 or bool index), with the bounds of all of them."""
+        """Returns the named rows (int64 or bool index), with the bounds of all of them."""
         return RowParams(
             self.temperature[index],
             self.top_p[index],
@@ -85,24 +88,24 @@ class RowParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Samples of one step.
-
-    token_ids: int64 [N]. rollout_logprobs, kept_logmass: float32 [N], nats, as in the data contract (both 0 for a
-    greedy row). truncated: bool [N]. kept_ids: int32 [nnz], the kept sets of the truncated rows one after the
-    other, ascending within a row; kept_sizes: int64 [N], 0 if nothing was cut. Without capture no row is truncated,
-    kept_ids is empty, and kept_sizes and kept_logmass are 0.
-    """
+    """Samples of one step. Without capture no row is truncated."""
 
     token_ids: Tensor
+    """int64 [N]."""
     rollout_logprobs: Tensor
+    """float32 [N], nats, as in the data contract; 0 for a greedy row."""
     kept_logmass: Tensor
+    """float32 [N], nats, as in the data contract; 0 for a greedy row, and without capture."""
     truncated: Tensor
+    """bool [N]."""
     kept_ids: Tensor
+    """int32 [nnz]; kept sets of the truncated rows one after the other, ascending within a row."""
     kept_sizes: Tensor
+    """int64 [N]; 0 if nothing was cut, and without capture."""
 
 
 def seeded_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), one per row: 53 bits of splitmix64 keyed by seed, counted by position.
+    """Makes uniform numbers in [0, 1), one per row: 53 bits of splitmix64 keyed by seed, counted by position.
 
     Args:
         seeds: uint64 [N], the seeds of the requests.
@@ -147,7 +150,8 @@ def sample(
 
 
 def _tempered(logits_NV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-    """Logits float32 [N, V] over their temperature, and their normaliser, the log of the sum of their exponentials."""
+    """Returns logits, float32 [N, V], over their temperature, and their normaliser, the log of the sum of their
+    exponentials."""
     z_NV = logits_NV.float() / params.temperature[:, None]
     log_z_N = torch.logsumexp(z_NV, dim=-1)
     require_finite(log_z_N)
@@ -155,7 +159,7 @@ def _tempered(logits_NV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
 
 
 def _sample_open(logits_NV: Tensor, params: RowParams, u_N: Tensor) -> SamplerOutput:
-    """Rows with the full vocabulary: nothing is listed."""
+    """Samples rows with the full vocabulary: nothing is listed."""
     z_NV, log_z_N = _tempered(logits_NV, params)
     token_ids = _draw(torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64), u_N)
     logprobs = z_NV.gather(1, token_ids[:, None])[:, 0] - log_z_N
@@ -170,7 +174,7 @@ def _sample_open(logits_NV: Tensor, params: RowParams, u_N: Tensor) -> SamplerOu
 
 
 def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
-    """Rows with a finite top-k."""
+    """Samples rows with a finite top-k."""
     num_rows, num_vocab = logits_NV.shape
     token_ids, sizes_N = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
     logprobs, kept_logmass, log_z_N = (torch.empty(num_rows) for _ in range(3))
@@ -195,15 +199,15 @@ def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool
 
 
 def _draw(cdf_NM: Tensor, u_N: Tensor) -> Tensor:
-    """Column of the draw, int64 [N]: the first whose cumulated weight (float64) exceeds u * total; its own weight is
-    above 0."""
+    """Returns the column of the draw, int64 [N]: the first whose cumulated weight (float64) exceeds u * total; its own
+    weight is above 0."""
     # u is at most 1 - 2**-53, so in float64 u * total rounds to less than total: never past the last weight.
     target_N = u_N * cdf_NM[:, -1]
     return torch.searchsorted(cdf_NM, target_N[:, None], right=True)[:, 0]
 
 
 def _join(cut: SamplerOutput, uncut: SamplerOutput, order: Tensor) -> SamplerOutput:
-    """Rows of both parts, back in the order of the batch. Open rows list nothing, so kept_ids keep their order."""
+    """Puts rows of both parts back in the order of the batch. Open rows list nothing, so kept_ids keep their order."""
     return SamplerOutput(
         token_ids=torch.cat([cut.token_ids, uncut.token_ids])[order],
         rollout_logprobs=torch.cat([cut.rollout_logprobs, uncut.rollout_logprobs])[order],

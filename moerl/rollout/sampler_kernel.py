@@ -22,36 +22,40 @@ _SUMS = {"reassoc", "contract", "nsz"}
 
 
 class Cuts(NamedTuple):
-    """Sampling parameters of N rows.
-
-    temperature: float32 [N]. top_p, min_p: float64 [N]. top_k: int64 [N], at least 1. greedy: bool [N].
-    """
+    """Sampling parameters of N rows."""
 
     temperature: Any
+    """float32 [N]; 1 for a greedy row."""
     top_p: Any
+    """float64 [N]."""
     min_p: Any
+    """float64 [N]."""
     top_k: Any
+    """int64 [N], at least 1."""
     greedy: Any
+    """bool [N]."""
 
 
 class Draws(NamedTuple):
-    """Results for N rows, which `sample_rows` writes.
-
-    token_ids: int64 [N]. logprobs, kept_mass: float32 [N]. log_z: float32 [N], not finite if the row is broken.
-    kept_sizes: int64 [N]. kept_ids: int32, room for all kept sets one after the other.
-    """
+    """Results for N rows, which `sample_rows` writes."""
 
     token_ids: Any
+    """int64 [N]."""
     logprobs: Any
+    """float32 [N], nats, within the kept set."""
     kept_mass: Any
+    """float32 [N], nats: the log of the mass of the kept set."""
     log_z: Any
+    """float32 [N]; not finite if the row is broken."""
     kept_sizes: Any
+    """int64 [N]."""
     kept_ids: Any
+    """int32, room for all kept sets one after the other."""
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
-    """Draws one token per row; how many kept ids there are. logits: float32 [N, V]; uniforms: float64 [N]."""
+    """Draws one token per row; returns how many kept ids there are. logits: float32 [N, V]; uniforms: float64 [N]."""
     num_rows, num_vocab = logits.shape
     most = 1
     for r in range(num_rows):
@@ -84,8 +88,8 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
 
 @njit(error_model="numpy", cache=True)
 def _keep(z: Any, largest: Any, last_value: Any, last_id: int, kept_ids: Any, weights: Any) -> Any:
-    """Lists the tokens that rank no lower than the last one that stays, by ascending id, and their weights; the sum of
-    these. Of a broken row there is none."""
+    """Lists the tokens that rank no lower than the last one that stays, by ascending id, and their weights; returns the
+    sum of these. A broken row has none."""
     size, total = 0, 0.0
     for v in range(z.shape[0]):
         if z[v] > last_value or (z[v] == last_value and v <= last_id):
@@ -98,7 +102,7 @@ def _keep(z: Any, largest: Any, last_value: Any, last_id: int, kept_ids: Any, we
 
 @njit(error_model="numpy", cache=True)
 def _kept_size(values: Any, weights: Any, log_z: Any, min_p: Any, allowed: Any) -> int:
-    """How many of the candidates stay, at least one; allowed: most weight before one that does."""
+    """Returns how many of the candidates stay, at least one; allowed: most weight before one that does."""
     size, before = 0, 0.0
     while size < values.shape[0] and before <= allowed and weights[size] >= min_p:
         # Ids whose probability is 0 in float32 are never drawn.
@@ -111,7 +115,7 @@ def _kept_size(values: Any, weights: Any, log_z: Any, min_p: Any, allowed: Any) 
 
 @njit(error_model="numpy", cache=True)
 def _drawn(weights: Any, size: int, target: Any) -> int:
-    """The first of `size` at which the running sum of weights exceeds the target.
+    """Returns the first of `size` at which the running sum of weights exceeds the target.
 
     A uniform number is at most 1 - 2^-53: times the sum of all it rounds to less than that.
     """
@@ -125,7 +129,8 @@ def _drawn(weights: Any, size: int, target: Any) -> int:
 
 @njit(error_model="numpy", cache=True)
 def _ranked(z: Any, values: Any, ids: Any, count: int) -> int:
-    """The `count` largest logits in descending order, equal ones by ascending id; how many there are above -inf.
+    """Finds the `count` largest logits in descending order, equal ones by ascending id; returns how many are above
+    -inf, at least 1.
 
     A heap of the largest so far, the lowest rank at its root: sorting and selecting of Numba's own take ten seconds to
     compile.
@@ -173,8 +178,8 @@ def _ranks_below(value: Any, name: int, other_value: Any, other_name: int) -> An
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
 def _weigh(z: Any, values: Any, weights: Any, count: int) -> Any:
-    """weights = exp(values - max z), in float64; the sum of exp(z - max z) over the vocabulary, to 1e-7 of what lies
-    outside of the candidates."""
+    """Computes weights = exp(values - max z), in float64; returns the sum of exp(z - max z) over the vocabulary, to
+    1e-7 of what lies outside of the candidates."""
     largest = values[0]
     candidates = others = 0.0
     for v in range(z.shape[0]):

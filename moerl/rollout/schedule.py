@@ -26,21 +26,23 @@ _ADMIT_SHARE = 8
 
 @dataclass(slots=True)
 class Schedule:
-    """State of one `generate` call, or of a stream of requests.
-
-    asked_at: when the oldest of those that wait were asked for; seconds, perf_counter. params: of the running rows,
-    None where they have changed. aborted_ids: to be finished before the next step.
-    """
+    """State of one `generate` call, or of a stream of requests."""
 
     waiting: deque[RolloutRequest]
+    """Requests without a slot, oldest first."""
     table: SlotTable
+    """Running rows."""
     cache: SlotCache
+    """Keys and values of the running rows."""
     asked_at: float
+    """Time at which the oldest of the waiting requests were asked for; seconds, perf_counter."""
     params: RowParams | None = None
+    """Sampling parameters of the running rows; None if the rows have changed."""
     aborted_ids: set[str] = field(default_factory=set)
+    """Rollouts to finish before the next step."""
 
     def admit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Lets them wait for slots, which get room for them."""
+        """Lets requests wait for slots, which get room for them."""
         if not requests:
             return
         if not self.waiting:
@@ -55,7 +57,7 @@ class Schedule:
         return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
 
     def num_to_admit(self) -> int:
-        """How many of those that wait are prefilled together now."""
+        """Returns how many of the waiting requests are prefilled together now."""
         free, waiting = self.table.num_free, len(self.waiting)
         if self.table.num_running and free < min(waiting, -(-self.table.num_slots // _ADMIT_SHARE)):
             return 0

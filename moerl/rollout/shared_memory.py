@@ -14,12 +14,16 @@ _ALIGNMENT = 64
 
 
 class TensorPlace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Place of a tensor in a flat piece of memory; offset: in bytes."""
+    """Place of a tensor in a flat piece of memory."""
 
     name: str
+    """Name of the tensor in the checkpoint."""
     dtype: str
+    """Name of the dtype in torch."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     offset: int
+    """Bytes from the start of the memory."""
 
 
 def lay_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
@@ -60,7 +64,7 @@ class SharedMemory:
 
     @classmethod
     def of(cls, path: str) -> SharedMemory:
-        """That of another process. `OSError` where there is none."""
+        """Opens the memory of another process. Raises `OSError` if there is none."""
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property

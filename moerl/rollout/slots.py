@@ -33,23 +33,32 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Samples of one forward pass for m rows; the arrays of `moerl.rollout.sampler.SamplerOutput`, on the host."""
+    """Samples of one forward pass for m rows, on the host; as in `moerl.rollout.sampler.SamplerOutput`."""
 
     token_ids: NDArray[np.int64]
+    """int64 [m]."""
     rollout_logprobs: NDArray[np.float32]
+    """float32 [m], nats."""
     kept_logmass: NDArray[np.float32]
+    """float32 [m], nats."""
     truncated: NDArray[np.bool_]
+    """bool [m]."""
     kept_ids: NDArray[np.int32]
+    """int32 [sum of `kept_sizes`]."""
     kept_sizes: NDArray[np.int64]
+    """int64 [m]; 0 if nothing was cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Who sits in a slot: the request, and when it was asked for and admitted (seconds, perf_counter)."""
+    """Request that sits in a slot, and its times in seconds of `time.perf_counter`."""
 
     request: RolloutRequest
+    """Request of the row."""
     asked_at: float
+    """Time at which it was asked for."""
     admitted_at: float
+    """Time at which it got the slot."""
 
 
 class SlotTable:
@@ -124,17 +133,17 @@ class SlotTable:
         return slice(first, self.num_running)
 
     def write_prompt_routing(self, rows: slice, expert_ids: NDArray[Any]) -> None:
-        """expert_ids: [m, padded prompt length, L, K]; what lies past a row's prompt is overwritten as it grows."""
+        """Writes expert_ids [m, padded prompt length, L, K]; what lies past a row's prompt is overwritten later."""
         self._expert_ids[rows, : expert_ids.shape[1]] = expert_ids
 
     def write_decode_routing(self, expert_ids: NDArray[Any]) -> None:
-        """expert_ids: [n, L, K] of the newest token of every running row."""
+        """Writes expert_ids [n, L, K] of the newest token of every running row."""
         rows = np.arange(self.num_running)
         self._expert_ids[rows, self.lengths[: self.num_running] - 1] = expert_ids
 
     def newest(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The newest token of every running row and its position, int64 [num_rows] each; rows above the running ones
-        have token 0 at position 0, in slots that are free."""
+        """Returns the newest token of every running row and its position, int64 [num_rows] each; rows above the running
+        ones have token 0 at position 0, in slots that are free."""
         n = self.num_running
         tokens, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         positions[:n] = self.lengths[:n] - 1
@@ -154,18 +163,18 @@ class SlotTable:
         self.lengths[rows] += 1
 
     def stopped(self) -> NDArray[np.bool_]:
-        """bool [n]: the newest token is a stop id of its request."""
+        """Returns bool [n]: the newest token is a stop id of its request."""
         n = self.num_running
         last = self.token_ids[np.arange(n), self.lengths[:n] - 1]
         return (self._stop_ids[:n] == last[:, None]).any(axis=1)
 
     def full(self) -> NDArray[np.bool_]:
-        """bool [n]: max_new_tokens were sampled."""
+        """Returns bool [n]: max_new_tokens were sampled."""
         n = self.num_running
         return self.lengths[:n] >= self._max_lengths[:n]
 
     def values(self, slot: int, reason: FinishReason) -> dict[str, Any]:
-        """The `Trajectory` fields of a running row, as it stands; copies, final dtypes."""
+        """Returns the `Trajectory` fields of a running row, as it stands; copies, final dtypes."""
         occupant = self._occupants[slot]
         request, now = occupant.request, time.perf_counter()
         num_tokens, num_prompt = int(self.lengths[slot]), len(request.prompt_ids)
@@ -228,7 +237,7 @@ class SlotTable:
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def _is_sampled(self, num_rows: int, num_tokens: int) -> NDArray[np.bool_]:
-        """bool [num_rows, num_tokens]: the place holds a token (prompt tokens have empty kept sets)."""
+        """Returns bool [num_rows, num_tokens]: the place holds a token (prompt tokens have empty kept sets)."""
         return np.arange(num_tokens) < self.lengths[:num_rows, None]
 
     def _clean_pool(self) -> None:

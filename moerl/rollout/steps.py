@@ -25,26 +25,28 @@ from moerl.rollout.slots import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts to feed to empty slots.
-
-    tokens: int64, one array for each of U. slots: int64 [U]. which: int64 [m], the prompt that each row asks for.
-    """
+    """Prompts to feed to empty slots."""
 
     tokens: Sequence[NDArray[np.int64]]
+    """int64, one array for each of U."""
     slots: NDArray[np.int64]
+    """int64 [U]."""
     which: NDArray[np.int64]
+    """int64 [m], the prompt that each row asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling of rows: parameters, on the host, and float64 uniform numbers (`moerl.rollout.sampler`)."""
+    """Sampling of rows (`moerl.rollout.sampler`)."""
 
     params: RowParams
+    """Parameters, on the host."""
     uniforms: NDArray[np.float64]
+    """float64 in [0, 1), one per row."""
 
 
 class Layers(Protocol):
-    """Tokens through the layers of a model on a CPU, as `moerl.rollout.compiled_layers.CompiledLayers`."""
+    """The layers of a model on a CPU, as `moerl.rollout.compiled_layers.CompiledLayers`."""
 
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
@@ -113,7 +115,7 @@ class HostSteps:
         return self._sample(hidden, draw), experts[: len(draw.uniforms)]
 
     def _sample(self, hidden: Tensor, draw: Draw) -> StepResult:
-        """hidden: of the rows of `draw`, and of others that fill the last block up if there are any."""
+        """Samples the rows of `draw`. hidden: of these, and of others that fill the last block up if there are any."""
         with IndependentRows():
             logits = self._head(hidden)[: len(draw.uniforms), : self._vocab_size]
         draws = sample(logits, draw.params, draw.uniforms)

@@ -21,7 +21,7 @@ from moerl.rollout.independent_rows import IndependentRows
 
 
 class TransformersLayers:
-    """Tokens through all layers of a model; what its routers choose is read on the way (`capture`)."""
+    """The layers of a model, as transformers computes them; `capture` reads what its routers choose."""
 
     def __init__(self, model: PreTrainedModel, capture: RoutingCapture) -> None:
         self._model, self._capture = model, capture
@@ -57,7 +57,7 @@ class TransformersLayers:
         return hidden[torch.arange(len(prompts), device=device), last], experts
 
     def _forward(self, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
-        """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
+        """Returns hidden states after the last norm, [rows, tokens, hidden]; only sampled rows need the head."""
         self._capture.begin()
         with IndependentRows():
             output = self._model.base_model(

@@ -10,7 +10,7 @@ _NAMED = 5
 
 
 def weight_difference(engine_id: str, sent: Mapping[str, int], held: Mapping[str, int]) -> WeightSyncError | None:
-    """The tensors whose checksums differ, as an error; None where all of `sent` agree."""
+    """Returns the tensors whose checksums differ, as an error; None if all of `sent` agree."""
     wrong = sorted(name for name, value in sent.items() if held.get(name) != value)
     if not wrong:
         return None

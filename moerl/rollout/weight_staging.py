@@ -22,7 +22,7 @@ _NAMED = 5
 
 
 def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Views of one module tensor under the names it has in a checkpoint; fused experts become one view each."""
+    """Returns views of one module tensor under the names it has in a checkpoint; fused experts become one view each."""
     if name.endswith(_GATE_UP):
         prefix, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
         gate = {f"{prefix}{e}.gate_proj.weight": tensor[e, :half] for e in range(tensor.shape[0])}
@@ -35,12 +35,12 @@ def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def held_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of a model, by the model's own names."""
+    """Returns the dtype of each tensor of a model, by the model's own names."""
     return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
 def held_tensors(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a model has, once, by the names that a checkpoint has for it.
+    """Yields every tensor that a model has, once, by the names that a checkpoint has for it.
 
     Args:
         dtypes: what they are yielded in, by the model's own names. Their numbers are of that type already.
@@ -54,9 +54,10 @@ def held_tensors(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterato
 class WeightStaging:
     """One update in the making: a second copy of the model's tensors, filled name by name.
 
-    model: whose tensors are wanted; it is not touched before `commit`.
-    version: the policy version of the new weights, >= 0.
-    dtypes: what tensors are rounded to, by the model's own names; the model may compute in a wider type.
+    Args:
+        model: whose tensors are wanted; it is not touched before `commit`.
+        version: the policy version of the new weights, >= 0.
+        dtypes: what tensors are rounded to, by the model's own names; the model may compute in a wider type.
     """
 
     def __init__(self, model: nn.Module, version: int, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -114,7 +115,7 @@ class WeightStaging:
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of tensors that share the parameter of an earlier name, and that name."""
+    """Returns names of tensors that share the parameter of an earlier name, and that name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -36,7 +36,7 @@ def answers_come(bench: Bench) -> str:
 
 
 def stop_ids_end(bench: Bench) -> str:
-    """A token that an answer has anyway is made its stop id: it must end there, and keep the token."""
+    """Makes a token that an answer has anyway its stop id: the answer must end there, and keep the token."""
     asks = bench.mixed("stop", 6)
     whole = bench.fresh(asks, "stop-whole")
     stopping = [replace(ask, stop_ids=(int(answer.token_ids[4]),)) for ask, answer in zip(asks, whole, strict=True)]
@@ -48,7 +48,7 @@ def stop_ids_end(bench: Bench) -> str:
         num_stopped += ended
         if any(is_stop[:-1]) or answer.finish_reason != reason:
             raise FailedCheckError(
-                f"where an answer with stop id {ask.stop_ids[0]} ends",
+                f"place where an answer with stop id {ask.stop_ids[0]} ends",
                 seen=f"tokens {answer.token_ids.tolist()}, reason {answer.finish_reason}",
                 expected="the first stop id is the last token, and the reason is stop",
             )
@@ -71,7 +71,7 @@ def routes_are_there(bench: Bench) -> str:
 
 
 def routes_have_rows(bench: Bench) -> str:
-    """Prompts and answers of one token are among them."""
+    """Counts rows of routing, also of prompts and answers of one token."""
     asks = [*bench.mixed("rows", 12), *(replace(ask, max_new_tokens=1) for ask in bench.mixed("short", 3))]
     asks.append(replace(asks[0], prompt_ids=asks[0].prompt_ids[:1], max_new_tokens=1))
     num_rows = 0
@@ -183,7 +183,8 @@ def _demand_bounded(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
 
 
 def logprobs_are_negative(bench: Bench) -> str:
-    """Greedy tokens, and those of a kept set of one, have log-prob 0; where nothing is cut no mass is missing."""
+    """Checks that tokens that are greedy, or of a kept set of one, have log-prob 0, and that no mass is missing if
+    nothing is cut."""
     count = 0
     for ask, answer in _answered(bench, bench.mixed("logprobs", 12)):
         values = logprobs_of(answer)
@@ -192,7 +193,7 @@ def logprobs_are_negative(bench: Bench) -> str:
             _demand_logs(f"log mass of kept sets, {ask.sampling}", answer.kept_logmass, len(values))
             if not ask.sampling.cuts and answer.kept_logmass.any():
                 raise FailedCheckError(
-                    "log mass of kept sets where nothing is cut", seen=answer.kept_logmass.min(), expected=0
+                    "log mass of kept sets if nothing is cut", seen=answer.kept_logmass.min(), expected=0
                 )
         sizes = [1 if ask.sampling.is_greedy else 0] * len(values)
         if answer.kept_sets is not None:
@@ -222,7 +223,7 @@ def contract_accepts(bench: Bench) -> str:
 
 
 def as_trajectory(ask: Ask, answer: Answer, spec: ModelSpec) -> Trajectory:
-    """An answer with all its rows as the trainer would get it.
+    """Returns an answer with all its rows as the trainer would get it.
 
     Raises:
         ContractError: it breaks an invariant. FailedCheckError: something that the contract needs is not there.
@@ -255,7 +256,7 @@ def as_trajectory(ask: Ask, answer: Answer, spec: ModelSpec) -> Trajectory:
 
 
 def _narrowed(expert_ids: Any, spec: ModelSpec) -> Any:
-    """In the contract's dtype, where the ids fit; the contract refuses the others."""
+    """Returns the ids in the contract's dtype if they fit; the contract refuses the others."""
     narrow = expert_ids.astype(spec.expert_dtype)
     return narrow if np.array_equal(narrow, expert_ids) else expert_ids
 

@@ -35,44 +35,43 @@ class FailedCheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """Differences that rounding may cause between two computations of the same tokens.
-
-    routes: share of rows, times layers, whose experts may differ. nats: largest difference of two log-probs.
-    """
+    """Differences that rounding may cause between two computations of the same tokens."""
 
     routes: float
+    """Share of rows, times layers, whose experts may differ."""
     nats: float
+    """Largest difference of two log-probs."""
 
     @classmethod
     def of(cls, dtype: str) -> Tolerances:
-        """By the precision of weights and activations."""
+        """Returns the tolerances for a precision of weights and activations."""
         return cls(1e-3, 1e-4) if dtype == "float32" else cls(0.1, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """An engine under test and what it is tested with.
-
-    run_id: another one for every run, so that no prefix cache remembers the one before. judge: None without a model.
-    updates_weights: the caller allows it.
-    """
+    """An engine under test and what it is tested with."""
 
     subject: Subject
+    """Engine under test."""
     run_id: str
+    """Another one for every run, so that no prefix cache remembers the one before."""
     judge: ReferenceJudge | None = None
+    """None without a model."""
     updates_weights: bool = False
+    """True if the caller allows it."""
 
     @property
     def tolerances(self) -> Tolerances:
         return Tolerances.of(self.subject.facts.dtype)
 
     def prompt(self, name: str, length: int) -> tuple[int, ...]:
-        """Random ids, the same for the same name."""
+        """Returns random ids, the same for the same name."""
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         return tuple(rng.integers(0, self.subject.facts.spec.vocab_size, length).tolist())
 
     def mixed(self, name: str, count: int, max_new_tokens: int = 12) -> list[Ask]:
-        """Requests of all kinds of sampling, prompts of 1 to 40 tokens, seeds of their own."""
+        """Returns requests of all kinds of sampling, with prompts of 1 to 40 tokens and seeds of their own."""
         lengths = np.random.default_rng(zlib.crc32(name.encode())).integers(1, 41, count)
         return [
             Ask(self.prompt(f"{name}-{i}", int(length)), replace(KINDS[i % len(KINDS)], seed=100 + i), max_new_tokens)
@@ -80,20 +79,20 @@ class Bench:
         ]
 
     def keyed(self, asks: Sequence[Ask], key: str) -> list[Ask]:
-        """The same requests, with a part of a prefix cache of their own."""
+        """Returns the same requests, with a part of a prefix cache of their own."""
         return [replace(ask, cache_key=f"{self.run_id}-{key}") for ask in asks]
 
     def fresh(self, asks: Sequence[Ask], key: str) -> list[Answer]:
-        """Answers to requests that run side by side, with no entry of a prefix cache that others left."""
+        """Returns answers to requests that run side by side, with no entry of a prefix cache that others left."""
         return self.subject.ask(self.keyed(asks, key))
 
     def alone(self, asks: Sequence[Ask], key: str) -> list[Answer]:
-        """Answers to requests that run one after the other."""
+        """Returns answers to requests that run one after the other."""
         return [self.fresh([ask], f"{key}-{number}")[0] for number, ask in enumerate(asks)]
 
 
 def rows_of(answer: Answer) -> NDArray[Any]:
-    """The rows of routing of an answer, [R, L, K].
+    """Returns the rows of routing of an answer, [R, L, K].
 
     Raises:
         CannotAskError: it has none.
@@ -104,32 +103,33 @@ def rows_of(answer: Answer) -> NDArray[Any]:
 
 
 def logprobs_of(answer: Answer) -> NDArray[Any]:
-    """Raises CannotAskError where an answer has no log-probs of the distribution that was sampled from."""
+    """Returns the log-probs of an answer. Raises CannotAskError if it has none of the distribution that was sampled
+    from."""
     if answer.logprobs is None:
         raise CannotAskError("the engine returns no log-probs of the distribution that it samples from")
     return answer.logprobs
 
 
 def kept_of(answer: Answer) -> tuple[NDArray[Any], ...]:
-    """Raises CannotAskError where an answer has no kept sets."""
+    """Returns the kept sets of an answer. Raises CannotAskError if it has none."""
     if answer.kept_sets is None:
         raise CannotAskError("the engine returns no kept sets")
     return answer.kept_sets
 
 
 def tokens_of(ask: Ask, answer: Answer) -> list[int]:
-    """Prompt and sampled tokens."""
+    """Returns prompt and sampled tokens."""
     return [*ask.prompt_ids, *answer.token_ids.tolist()]
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading tokens that agree."""
+    """Returns how many leading tokens agree."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class RouteComparison:
-    """Compares routes of equal tokens, and counts.
+    """A comparison of routes of equal tokens, which counts.
 
     Args:
         share: of rows, times layers, that may differ by rounding.
@@ -139,7 +139,7 @@ class RouteComparison:
         self._share, self._compared, self._differing, self._first = share, 0, 0, ""
 
     def add(self, what: str, seen: NDArray[Any], expected: NDArray[Any]) -> None:
-        """Rows of the same inputs.
+        """Adds rows of the same inputs.
 
         Raises:
             FailedCheckError: they are not equally many.
@@ -157,7 +157,7 @@ class RouteComparison:
             )
 
     def add_common(self, what: str, ask: Ask, seen: Answer, expected: Answer) -> None:
-        """Answers to one request, as far as their tokens agree."""
+        """Adds two answers to one request, as far as their tokens agree."""
         last = num_common(tokens_of(ask, seen), tokens_of(ask, expected))
         # Rows are those of inputs; the last token of an answer has none.
         longest = [len(ask.prompt_ids) + len(answer.token_ids) - 1 for answer in (seen, expected)]

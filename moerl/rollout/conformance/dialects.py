@@ -1,4 +1,4 @@
-"""How SGLang servers are asked for what the contract needs: with our patches, and as upstream publishes it.
+"""Dialects of SGLang servers, asked for what the contract needs: with our patches, and as upstream publishes it.
 
 Torch-free; runs in the process of `moerl conformance`. Upstream's fields, as of 0.5.21: docs/conformance.md.
 """
@@ -72,7 +72,8 @@ class UpstreamDialect:
 
     Args:
         num_layers: decoder layers, those with rows in `routed_experts`; dense layers are among them.
-        takes_seeds: with `--enable-deterministic-inference` alone; seeds with min-p end such a server: left out.
+        takes_seeds: True for servers with `--enable-deterministic-inference`. A seed with min-p would end such a
+            server, and is left out.
     """
 
     def __init__(self, spec: ModelSpec, num_layers: int, *, takes_seeds: bool) -> None:
@@ -82,7 +83,7 @@ class UpstreamDialect:
         sampling = ask.sampling
         params: dict[str, Any] = {
             "max_new_tokens": ask.max_new_tokens,
-            # Upstream leaves the request's own stop ids out, too, where it is to ignore those of the model.
+            # Upstream leaves the request's own stop ids out, too, if it is to ignore those of the model.
             "ignore_eos": not ask.stop_ids,
             "stop_token_ids": list(ask.stop_ids),
             "temperature": sampling.temperature,
@@ -128,7 +129,7 @@ class UpstreamDialect:
         )
 
     def _rows(self, field: object) -> NDArray[np.int32] | None:
-        """Base64 of int32 [R, decoder layers, K]; None where there is none."""
+        """Reads base64 of int32 [R, decoder layers, K]; returns None if there is none."""
         if field is None:
             return None
         try:
@@ -144,7 +145,7 @@ class UpstreamDialect:
 
 
 def _tokens(reply: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
-    """Sampled tokens, and their log-probs after temperature and before any cut."""
+    """Reads sampled tokens, and their log-probs after temperature and before any cut."""
     pairs, ids = meta.get("output_token_logprobs"), reply.get("output_ids")
     try:
         full = None if pairs is None else np.array([float(pair[0]) for pair in pairs])
@@ -157,7 +158,7 @@ def _tokens(reply: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[NDArray[
 def _kept(
     ask: Ask, meta: Mapping[str, Any], full: NDArray[np.float64] | None
 ) -> tuple[tuple[NDArray[np.int64], ...] | None, NDArray[np.float64] | None]:
-    """Kept sets as they came, and log-probs over them; None where the server has no such field."""
+    """Reads kept sets as they came, and log-probs over them; None if the server has no such field."""
     if not ask.sampling.cuts:
         return (None if full is None else (np.zeros(0, np.int64),) * len(full)), full
     masks, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
@@ -169,7 +170,7 @@ def _kept(
 
 
 def _versions(meta: Mapping[str, Any], count: int) -> NDArray[np.int64] | None:
-    """Versions of the tokens where labels are whole numbers; None where they are not, or not said."""
+    """Returns the versions of the tokens; None if labels are not whole numbers, or are missing."""
     if meta.get("weight_versions") is None:
         return None
     spans = version_spans(meta)

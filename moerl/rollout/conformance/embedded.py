@@ -12,8 +12,10 @@ _MAX_RUNNING = 64
 
 
 def embedded_subject(model: ModelDescription, dtype: str, weights: WeightSets | None) -> EngineSubject:
-    """Args:
-        dtype: as `rollout.dtype`. weights: those of the directory and others; None where they are not to be replaced.
+    """Returns the embedded engine on a model directory, under test.
+
+    Args:
+        dtype: as `rollout.dtype`. weights: those of the directory and others; None if they are not to be replaced.
 
     Raises:
         EngineError: the model cannot be loaded.

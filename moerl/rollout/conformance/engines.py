@@ -16,14 +16,15 @@ from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotA
 
 
 class WeightSets(Protocol):
-    """Two sets of weights that compute the same, with experts numbered otherwise. renumbered: as
-    `renumbered_LE` of `AcrossUpdate`."""
+    """Two sets of weights that compute the same, with experts numbered otherwise."""
 
     @property
-    def renumbered(self) -> NDArray[np.int64]: ...
+    def renumbered(self) -> NDArray[np.int64]:
+        """int64 [L, E], as `AcrossUpdate.renumbered_LE`."""
+        ...
 
     def tensors(self, *, renumbered: bool) -> Iterable[tuple[str, Any]]:
-        """By checkpoint name."""
+        """Yields tensors by checkpoint name."""
         ...
 
 
@@ -45,7 +46,7 @@ class EngineSubject:
     """
 
     def __init__(self, engine: Updated, facts: SubjectFacts, weights: WeightSets | None = None) -> None:
-        """weights: those that the engine holds, and others; None where they are not to be replaced."""
+        """Takes an engine. weights: those that it holds, and others; None if they are not to be replaced."""
         self._engine, self._facts, self._weights = engine, facts, weights
 
     @property

@@ -14,7 +14,7 @@ from moerl.rollout.replay import TransformersReplay
 
 
 class TransformersJudge:
-    """The model of a Hugging Face directory, told which experts to use.
+    """The model of a Hugging Face directory, with the experts of the answers that it judges.
 
     Args:
         model: its `spec` is that of the engine under test.

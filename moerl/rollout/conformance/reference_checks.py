@@ -19,7 +19,7 @@ def routes_are_those_of_the_reference(bench: Bench) -> str:
 
 
 def logprobs_are_those_of_the_reference(bench: Bench) -> str:
-    """With the recorded experts, over the recorded kept sets."""
+    """Compares log-probs, with the recorded experts and over the recorded kept sets."""
     largest, count = 0.0, 0
     for ask, answer, judged in _judged(bench):
         apart = np.abs(np.asarray(answer.logprobs, np.float64) - judged.logprobs)

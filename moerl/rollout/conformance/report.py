@@ -17,7 +17,7 @@ _NAME, _OUTCOME = 20, 17
 
 
 def verdict_lines(verdict: CheckResult) -> list[str]:
-    """A row of the table; what was asked, seen and expected below it where the check failed."""
+    """Returns a row of the table; if the check failed, also what was asked, seen and expected, below it."""
     lines = [f"{verdict.check:<{_NAME}}{verdict.outcome.upper():<{_OUTCOME}}{verdict.what}"]
     if verdict.outcome == Outcome.FAIL:
         below = {"asks": verdict.asks, "seen": verdict.seen, "expected": verdict.expected}
@@ -26,13 +26,13 @@ def verdict_lines(verdict: CheckResult) -> list[str]:
 
 
 def counts(verdicts: Sequence[CheckResult]) -> str:
-    """The last line."""
+    """Returns the last line: how many checks had each outcome."""
     number = Counter(verdict.outcome for verdict in verdicts)
     return ", ".join(f"{number[outcome]} {outcome}" for outcome in Outcome)
 
 
 def as_json(engine: str, verdicts: Sequence[CheckResult]) -> str:
-    """One document: schema, engine, whether it conforms, and every verdict."""
+    """Returns one document: schema, engine, whether it conforms, and every verdict."""
     document = {
         "schema": SCHEMA,
         "engine": engine,
@@ -43,5 +43,5 @@ def as_json(engine: str, verdicts: Sequence[CheckResult]) -> str:
 
 
 def conforms(verdicts: Sequence[CheckResult]) -> bool:
-    """No check failed."""
+    """Returns whether no check failed."""
     return all(verdict.outcome != Outcome.FAIL for verdict in verdicts)

@@ -1,7 +1,7 @@
 """Checks of the sampling distribution, without knowing the model: draws of one token, many times.
 
-Where the kept set is small, all of its tokens come up, and what their log-probs must add up to is known. Each returns
-what it saw, or raises `FailedCheckError` or `CannotAskError`. Torch-free; any process.
+If the kept set is small, all of its tokens come up, and what their log-probs must add up to is known. Each returns what
+it saw, or raises `FailedCheckError` or `CannotAskError`. Torch-free; any process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Draws:
 
 
 def _draws(bench: Bench, sampling: SamplingParams, name: str) -> _Draws:
-    """One token behind one prompt, with many seeds.
+    """Draws one token behind one prompt, with many seeds.
 
     Raises:
         FailedCheckError: a token has two log-probs.
@@ -49,7 +49,8 @@ def _draws(bench: Bench, sampling: SamplingParams, name: str) -> _Draws:
 
 
 def _demand_whole(draws: _Draws, size: int) -> None:
-    """Probabilities of a kept set of which every token came up add up to 1; of others to less."""
+    """Raises FailedCheckError unless the probabilities of a kept set add up to 1 if all of its tokens came up, else to
+    1 at most."""
     tolerance, mass = 1e-3, draws.mass
     if mass > 1 + tolerance or (len(draws.logprobs) == size and mass < 1 - tolerance):
         raise FailedCheckError(
@@ -71,7 +72,7 @@ def top_k_is_honoured(bench: Bench) -> str:
 
 
 def temperature_is_honoured(bench: Bench) -> str:
-    """Log-probs of two tokens are half as far apart at twice the temperature; none is lost without a cut."""
+    """Checks that log-probs of two tokens are half as far apart at twice the temperature."""
     one = _draws(bench, SamplingParams(top_k=_TOP_K), "temperature-1")
     two = _draws(bench, SamplingParams(temperature=2.0, top_k=_TOP_K), "temperature-2")
     both = sorted(one.logprobs.keys() & two.logprobs.keys())
@@ -91,7 +92,7 @@ def temperature_is_honoured(bench: Bench) -> str:
 
 
 def top_p_is_honoured(bench: Bench) -> str:
-    """The kept set has at least top_p of the mass, and less without its least likely token."""
+    """Checks that the kept set has at least top_p of the mass, and less without its least likely token."""
     top_p = 0.5
     draws = _draws(bench, SamplingParams(temperature=0.7, top_p=top_p), "top-p")
     sizes = {len(kept_of(answer)[0]) for answer in draws.answers}
@@ -133,7 +134,7 @@ def min_p_is_honoured(bench: Bench) -> str:
 
 
 def greedy_is_greedy(bench: Bench) -> str:
-    """The same token every time, and the one that sampling from two tokens finds more likely."""
+    """Checks that the same token comes every time, the one that sampling from two tokens finds more likely."""
     prompt = bench.prompt("draws", 9)
     greedy = bench.fresh([Ask(prompt, replace(GREEDY, seed=seed), 1) for seed in range(4)], "greedy")
     tokens = {int(answer.token_ids[0]) for answer in greedy}
@@ -147,7 +148,8 @@ def greedy_is_greedy(bench: Bench) -> str:
 
 
 def seeds_reproduce(bench: Bench) -> str:
-    """Equal seeds give equal tokens, alone, in a batch and behind a beginning; others give others."""
+    """Checks that equal seeds give equal tokens, alone, in a batch and behind a beginning, and that not all seeds
+    do."""
     asks = bench.mixed("seeds", 6)
     alone = bench.alone(asks, "seeds-alone")
     for ask, one, other in zip(asks, alone, bench.fresh(asks, "seeds-together"), strict=True):

@@ -42,7 +42,7 @@ def batches_change_nothing(bench: Bench) -> str:
 
 
 def prefix_hits_change_nothing(bench: Bench) -> str:
-    """The same prompt twice, and one that goes on behind it, with the entries of the first one in the cache."""
+    """Asks the same prompt twice, and one that goes on behind it, with the entries of the first one in the cache."""
     long = min(160, bench.subject.facts.max_tokens - 16)
     prompt = bench.prompt("prefix", long)
     asks = [Ask(prompt[: long // 2], GREEDY, 8), Ask(prompt[: long // 2], GREEDY, 8), Ask(prompt, GREEDY, 8)]
@@ -62,7 +62,7 @@ def prefix_hits_change_nothing(bench: Bench) -> str:
 
 
 def long_prompts_are_whole(bench: Bench) -> str:
-    """A prompt that servers prefill in pieces, and its own beginnings, each computed by itself."""
+    """Compares a prompt that servers prefill in pieces with its own beginnings, each computed by itself."""
     facts = bench.subject.facts
     longest = min(facts.max_tokens - 12, _MAX_LONG_PROMPT, (facts.pool_tokens or _MAX_LONG_PROMPT) - 16)
     prompt = bench.prompt("long", longest)
@@ -125,7 +125,7 @@ def aborts_keep_what_there_is(bench: Bench) -> str:
 
 
 def resumed_answers_go_on(bench: Bench) -> str:
-    """Rows are asked for from the first one that is not there yet."""
+    """Asks for rows from the first one that is not there yet."""
     ask = Ask(bench.prompt("resume", 21), GREEDY, 16)
     (whole,) = bench.fresh([ask], "resume-whole")
     routes, num_prompt = RouteComparison(bench.tolerances.routes), len(ask.prompt_ids)
@@ -146,7 +146,7 @@ def resumed_answers_go_on(bench: Bench) -> str:
 
 
 def turns_have_each_row_once(bench: Bench) -> str:
-    """Three turns, with observations between them; each brings the rows that the turns before have not."""
+    """Asks for three turns, with observations between them; each must bring the rows that the turns before have not."""
     tokens, parts, num_rows = bench.prompt("turns", 17), list[np.ndarray](), 0
     last, num_tokens = tokens, 0
     for turn in range(3):
@@ -167,7 +167,8 @@ def turns_have_each_row_once(bench: Bench) -> str:
 
 
 def updates_keep_versions_and_routes(bench: Bench) -> str:
-    """The new weights number the experts otherwise and compute the same: each row tells which weights made it."""
+    """Checks answers across an update to weights that number the experts otherwise and compute the same: each row tells
+    which weights made it."""
     if not bench.updates_weights:
         raise CannotAskError("weights are replaced only with --update-weights (and --model)")
     asks = _long_and_one_short(bench, "update")
@@ -196,7 +197,7 @@ def updates_keep_versions_and_routes(bench: Bench) -> str:
 
 
 def _long_and_one_short(bench: Bench, name: str) -> list[Ask]:
-    """The end of the first one is the sign to interrupt the others."""
+    """Returns a short request and long ones; the end of the short one is the sign to interrupt the others."""
     longest = min(200, bench.subject.facts.max_tokens - 20)
     kinds = bench.mixed(name, 6)
     asks = [replace(ask, prompt_ids=ask.prompt_ids[:12], max_new_tokens=longest) for ask in kinds]
@@ -210,7 +211,7 @@ def _demand_rows(what: str, ask: Ask, answer: Answer) -> None:
 
 
 def _demand_aligned(what: str, ask: Ask, answer: Answer) -> None:
-    """Everything that came is there for every token."""
+    """Raises FailedCheckError unless everything that came is there for every token."""
     _demand_rows(what, ask, answer)
     parts: dict[str, Sequence[object] | None] = {
         "log-probs": None if answer.logprobs is None else answer.logprobs.tolist(),

@@ -32,23 +32,28 @@ Update = Callable[[Sequence[Ask]], AcrossUpdate]
 
 @dataclass(frozen=True, slots=True)
 class ServerSays:
-    """Facts that a server reports about itself, with our patches or without. report: of our patches, None without them.
-
-    model_path: of the model that it loaded. policy_version: label of its weights.
-    """
+    """Facts that a server reports about itself, with our patches or without."""
 
     dtype: str
+    """Dtype of weights and activations, under torch's name."""
     report: ContractReport | None
+    """Report of our patches; None without them."""
     pool_tokens: int | None
+    """Tokens of its key-value pool; None if it does not say."""
     context_tokens: int | None
+    """Longest input or context; None if it does not say."""
     release: str
+    """Release of SGLang."""
     model_path: str
+    """Path of the model that it loaded, on its machine; empty if it does not say."""
     policy_version: str
+    """Label of its weights; empty if it does not say."""
     takes_seeds: bool
+    """True if it was started with `--enable-deterministic-inference`."""
 
 
 class Dialect(Protocol):
-    """How a kind of server is asked, and what its answers mean."""
+    """Form of requests to one kind of server, and of its answers."""
 
     def body(self, ask: Ask, request_id: str) -> Mapping[str, Any]:
         """Returns the body of a request to `/generate`."""
@@ -59,7 +64,8 @@ class Dialect(Protocol):
         ...
 
     def read(self, ask: Ask, content: bytes) -> Answer | None:
-        """None where an aborted request has no token. Raises ContractError where it cannot be read."""
+        """Reads an answer; returns None if an aborted request has no token. Raises ContractError if it cannot be
+        read."""
         ...
 
 
@@ -67,9 +73,9 @@ class ServerSubject:
     """A `Subject` behind an address.
 
     Args:
-        endpoint: its admin key is empty where the caller has none.
+        endpoint: its admin key is empty if the caller has none.
         seconds: longest time to an answer.
-        update: replaces weights while requests are under way; None where nobody may.
+        update: replaces weights while requests are under way; None if nobody may.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class ServerSubject:
         return self._update(asks)
 
     def close(self) -> None:
-        """The server goes on."""
+        """Does nothing: the server goes on."""
 
     async def _all(self, http: SGLangHttp, asks: Sequence[Ask]) -> list[Answer | None]:
         return await asyncio.gather(*(self._one(http, ask, new_request_id("ask")) for ask in asks))
@@ -172,7 +178,7 @@ def look_at(endpoint: Endpoint) -> ServerSays:
 
 
 def spec_of_report(report: ContractReport, fingerprint: str) -> ModelSpec:
-    """The model as a server with our patches describes it."""
+    """Returns the model as a server with our patches describes it."""
     return ModelSpec(
         len(report.moe_layers), report.experts_per_token, report.num_experts, report.vocab_size, fingerprint
     )

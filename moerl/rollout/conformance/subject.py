@@ -24,55 +24,60 @@ class CannotAskError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request.
-
-    prompt_ids: all tokens that are there, sampled ones and observations too. first_row: of which input on rows of
-    routing are asked for; those before it are there already. cache_key: requests with other keys share no entries of a
-    prefix cache, where the engine knows such keys.
-    """
+    """One request."""
 
     prompt_ids: tuple[int, ...]
+    """All tokens that are there, sampled ones and observations too."""
     sampling: SamplingParams
+    """Sampling parameters, seed included."""
     max_new_tokens: int
+    """New tokens, at most."""
     stop_ids: tuple[int, ...] = ()
+    """Ids that end the answer, and stay in it."""
     first_row: int = 0
+    """Index of the first input whose row of routing is asked for; earlier rows are there already."""
     cache_key: str = ""
+    """Requests with other keys share no entries of a prefix cache, if the engine knows such keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Answer of an engine, unchecked.
-
-    token_ids: int [T]. finish_reason: stop, length or abort. expert_ids: int [R, L, K], as many as came.
-    logprobs: float [T], of the distribution that was sampled from. kept_logmass: float [T].
-    kept_sets: int arrays, one per token as they came; empty if nothing is listed. versions: int [T].
-    cached_tokens: tokens of the prompt from a prefix cache. retractions: how often the request was retracted.
-    """
+    """Answer of an engine, unchecked. A field is None if the engine does not return it."""
 
     token_ids: NDArray[Any]
+    """int [T]."""
     finish_reason: str
+    """`stop`, `length` or `abort`."""
     expert_ids: NDArray[Any] | None = None
+    """int [R, L, K], as many rows as came."""
     logprobs: NDArray[Any] | None = None
+    """float [T], nats, of the distribution that was sampled from."""
     kept_logmass: NDArray[Any] | None = None
+    """float [T], nats."""
     kept_sets: tuple[NDArray[Any], ...] | None = None
+    """int arrays, one per token as they came; empty if nothing is listed."""
     versions: NDArray[Any] | None = None
+    """int [T], policy version of the weights that sampled each token."""
     cached_tokens: int | None = None
+    """Tokens of the prompt that came from a prefix cache."""
     retractions: int | None = None
+    """Number of times that the request was retracted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubjectFacts:
-    """Facts about an engine, from the engine itself or from its model.
-
-    name: for people. max_tokens: prompt and new tokens of one request. dtype: of weights and activations.
-    pool_tokens: tokens of its key-value pool; None if the engine does not say, 0 if it has no pool.
-    """
+    """Facts about an engine, from the engine itself or from its model."""
 
     name: str
+    """Name for people."""
     spec: ModelSpec
+    """Spec of the model."""
     max_tokens: int
+    """Prompt and new tokens of one request, at most."""
     dtype: str
+    """Dtype of weights and activations."""
     pool_tokens: int | None = None
+    """Tokens of its key-value pool; None if the engine does not say, 0 if it has no pool."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,25 +85,27 @@ class AcrossUpdate:
     """Answers that were under way when weights changed.
 
     The new weights compute the same function with their experts numbered otherwise.
-
-    old_version, new_version: of the weights before and after. renumbered_LE: int [L, E]; the new number of an expert.
     """
 
     answers: tuple[Answer, ...]
+    """One per request, in their order."""
     old_version: int
+    """Policy version of the weights before."""
     new_version: int
+    """Policy version of the weights after."""
     renumbered_LE: NDArray[np.int64]
+    """int64 [L, E], the new number of an expert."""
 
 
 class Subject(Protocol):
-    """An engine under test, as an adapter offers it. Every method raises `EngineError` where the engine fails, and
-    `CannotAskError` where it cannot be asked at all."""
+    """An engine under test, as an adapter offers it. Every method raises `EngineError` if the engine fails, and
+    `CannotAskError` if it cannot be asked at all."""
 
     @property
     def facts(self) -> SubjectFacts: ...
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer]:
-        """The answers to requests that run side by side, in their order.
+        """Returns the answers to requests that run side by side, in their order.
 
         Raises:
             ContractError: an answer cannot be read.
@@ -106,11 +113,13 @@ class Subject(Protocol):
         ...
 
     def abort_midway(self, asks: Sequence[Ask]) -> list[Answer | None]:
-        """The same, but all are aborted when the first one has finished; None where one had no token yet."""
+        """Asks as `ask` does, but aborts all when the first one has finished; None for a request that had no token
+        yet."""
         ...
 
     def across_update(self, asks: Sequence[Ask]) -> AcrossUpdate:
-        """The same, with a weight update when the first one has finished; the old weights come back at the end."""
+        """Asks as `ask` does, with a weight update when the first one has finished; the old weights come back at the
+        end."""
         ...
 
     def close(self) -> None: ...
@@ -118,16 +127,17 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """An answer by the reference. own_ids: int [S-1, L, K], experts that its routers choose. logprobs: float [T], nats,
-    with the recorded experts, inside of the recorded kept sets."""
+    """An answer by the reference."""
 
     own_ids: NDArray[np.int64]
+    """int64 [S-1, L, K], experts that its routers choose."""
     logprobs: NDArray[np.float64]
+    """float64 [T], nats, with the recorded experts, inside of the recorded kept sets."""
 
 
 class ReferenceJudge(Protocol):
     """An implementation of the same model that the engine's answers are compared with."""
 
     def judge(self, ask: Ask, answer: Answer) -> Judged:
-        """Raises ContractError where the answer breaks the data contract."""
+        """Computes an answer again. Raises ContractError if the answer breaks the data contract."""
         ...

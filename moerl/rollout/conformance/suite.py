@@ -20,24 +20,32 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """name: stable, for scripts. asks: what it asks, one sentence. run: returns what it saw."""
+    """A question about the data contract, and the function that asks an engine."""
 
     name: str
+    """Stable name, for scripts."""
     asks: str
+    """Question for people, one sentence."""
     run: Callable[[Bench], str]
+    """Returns what it saw; raises `FailedCheckError` or `CannotAskError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Result of one check. what: what the check saw, or why it failed or could not ask. seen, expected: empty unless it
-    failed."""
+    """Result of one check."""
 
     check: str
+    """`ConformanceCheck.name`."""
     asks: str
+    """`ConformanceCheck.asks`."""
     outcome: Outcome
+    """Passed, failed or cannot be asked."""
     what: str
+    """Text on what the check saw, or why it failed or could not ask."""
     seen: str = ""
+    """Text on what was seen; empty unless the check failed."""
     expected: str = ""
+    """Text on what was expected; empty unless the check failed."""
 
 
 CHECKS = (

@@ -41,7 +41,7 @@ class RenumberedWeights:
         return np.tile(numbers, (self._num_layers, 1))
 
     def tensors(self, *, renumbered: bool) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by checkpoint name."""
+        """Yields tensors by checkpoint name."""
         for file in sorted({tensor.file for tensor in stored_tensors(self._folder).values()}):
             for name, tensor in load_file(file).items():
                 if name not in self._names:

@@ -29,17 +29,17 @@ class EngineOptions:
     max_running: int
     """Requests that one server has at a time, at most."""
     response_seconds: float
-    """Longest time from asking for a response to having it."""
+    """Seconds from asking for a response to having it, at most."""
     probe_seconds: float
-    """Silence of a busy server after which it is probed, and the time that a probe has."""
+    """Seconds of silence after which a busy server is probed, and seconds that a probe may take."""
     update_seconds: float
-    """Longest time of each step of a weight update."""
+    """Seconds that each step of a weight update may take."""
     bucket_bytes: int
-    """Largest group of tensors that are sent together."""
+    """Bytes of tensors that are sent together, at most; a larger tensor is sent alone."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every tensor of the served model, by its name in the checkpoint."""
     tied: Mapping[str, str]
-    """Tensors that are another one's and may come, too: that one's name by theirs."""
+    """Names of tensors that must equal another one and may come, too, each with the name of that one."""
     say: Callable[[str], None]
     """Called in the engine's event loop with a line for people when a server is lost, replaced or given up."""
     interrupt: Interrupt = Interrupt.RETRACT

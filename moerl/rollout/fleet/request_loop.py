@@ -76,7 +76,7 @@ class Call:
 
 
 class RequestLoop:
-    """Asks the servers of a fleet for rollouts.
+    """The requests of one engine to the servers of its fleet.
 
     Attributes:
         version: policy version that servers hold. epoch: counts weight updates that may cut responses short.

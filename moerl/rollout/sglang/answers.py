@@ -40,21 +40,32 @@ class CompactAnswer(msgspec.Struct, forbid_unknown_fields=True):
     """The msgpack map inside the compact field; arrays as little-endian bytes."""
 
     schema: int
+    """Equal to `SCHEMA`."""
     output_ids: bytes
+    """int32 [T], sampled tokens."""
     logprobs: bytes
+    """float32 [T], nats, over the full vocabulary."""
     kept_logprobs: bytes
+    """float32 [T], nats, over kept sets; read if sampling cuts."""
     kept_sizes: bytes
+    """uint32 [T], sizes of kept sets; read if sampling cuts."""
     kept_ids: bytes
+    """Kept sets one after the other, coded as for `read_kept_ids`; read if sampling cuts."""
     num_rows: int
+    """Rows of routing in `expert_ids`."""
     expert_ids: bytes
+    """uint8 or uint16 [L, num_rows, K]."""
 
 
 class VersionSpan(msgspec.Struct):
-    """Output tokens [start, end) were sampled by the weights labelled `version`."""
+    """A span of output tokens that the same weights sampled."""
 
     version: str
+    """Label of the weights."""
     start: int
+    """Index of the first token."""
     end: int
+    """Index behind the last token."""
 
 
 def decode_compact(field: object, max_bytes: int) -> CompactAnswer:
@@ -108,14 +119,14 @@ def decode_compact(field: object, max_bytes: int) -> CompactAnswer:
 
 
 def num_sampled(answer: CompactAnswer) -> int:
-    """T. An aborted request may have none."""
+    """Returns T. An aborted request may have no token."""
     return len(answer.output_ids) // 4
 
 
 def read_segment(
     request: RolloutRequest, answer: CompactAnswer, spans: Sequence[VersionSpan], num_before: int, spec: ModelSpec
 ) -> Segment:
-    """An answer with at least one sampled token that goes on behind `num_before` earlier ones.
+    """Reads an answer with at least one sampled token that goes on behind `num_before` earlier ones.
 
     Raises:
         ContractError: lengths disagree, or versions are not whole numbers that cover the sampled tokens.
@@ -129,7 +140,7 @@ def read_segment(
 def read_all_rows(
     request: RolloutRequest, answer: CompactAnswer, spans: Sequence[VersionSpan], spec: ModelSpec
 ) -> Segment:
-    """An answer with at least one sampled token, with as many rows of routing as it has.
+    """Reads an answer with at least one sampled token, with as many rows of routing as it has.
 
     Raises:
         ContractError: as `read_segment`, but for the number of rows.
@@ -165,7 +176,7 @@ def finish_reason(meta: Mapping[str, Any]) -> FinishReason:
 
 
 def version_spans(meta: Mapping[str, Any]) -> list[VersionSpan]:
-    """The answer's weight versions.
+    """Reads the weight versions of an answer.
 
     Raises:
         ContractError: they are missing or of another shape.
@@ -181,7 +192,7 @@ def version_spans(meta: Mapping[str, Any]) -> list[VersionSpan]:
 def _logprobs(
     request: RolloutRequest, answer: CompactAnswer, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """rollout_logprobs and kept_logmass of the sampled tokens."""
+    """Returns rollout_logprobs and kept_logmass of the sampled tokens."""
     full = read_array(answer.logprobs, np.float32, count, "logprobs")
     if not request.sampling.cuts:
         return _clamp_rounding(full, full), np.zeros(count, np.float32)
@@ -194,7 +205,7 @@ def _logprobs(
 def _kept_sets(
     request: RolloutRequest, answer: CompactAnswer, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Sizes of the sampled tokens' kept sets, and their ids."""
+    """Returns sizes of the sampled tokens' kept sets, and their ids."""
     if not request.sampling.cuts:
         return np.zeros(count, np.int64), np.zeros(0, np.int32)
     sizes_T = read_array(answer.kept_sizes, np.uint32, count, "kept_sizes").astype(np.int64)
@@ -226,7 +237,7 @@ def _is_version(label: str) -> bool:
 
 
 def _clamp_rounding(logs: NDArray[np.float32], terms: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values above 0 by no more than the rounding of numbers of the size of `terms` become 0; larger ones are left for
-    the contract to refuse."""
+    """Replaces values above 0 by no more than the rounding of numbers of the size of `terms` by 0; larger ones are left
+    for the contract to refuse."""
     bounds = np.maximum(_ROUNDING, _RELATIVE_ROUNDING * np.abs(terms))
     return np.where((logs > 0) & (logs <= bounds), np.float32(0), logs)

@@ -27,7 +27,7 @@ from moerl.rollout.sglang.update_calls import UpdateCalls
 def sglang_engine(
     launchers: Sequence[ServerLauncher], model: ModelFacts, options: EngineOptions, version: int
 ) -> FleetEngine:
-    """An engine on SGLang servers; arguments and errors as those of `FleetEngine`."""
+    """Makes an engine on SGLang servers; arguments and errors as those of `FleetEngine`."""
     return FleetEngine(launchers, SGLangConnect(model, options), model, options, version)
 
 
@@ -36,7 +36,9 @@ class SGLangConnect:
     """`Connect` of SGLang servers."""
 
     model: ModelFacts
+    """Facts that servers must match."""
     options: EngineOptions
+    """Options of the engine; servers must have its dtype."""
     releases: set[str] = field(default_factory=set[str])
     """Release of the servers so far: one, since another server repeats a lost one's requests and must give the same
     tokens."""
@@ -53,7 +55,7 @@ class SGLangConnect:
             facts = await client.facts(self.model)
             _check_precision(facts, options.dtype)
             _check_release(facts, self.releases)
-            # What a server is made of is no garbage: it would look through all of it at every update.
+            # A server's lasting objects are no garbage: its collector would look through them at every update.
             await client.http.admin("/freeze_gc", {})
         except BaseException:  # cancelled, too
             await client.close()
@@ -63,12 +65,16 @@ class SGLangConnect:
 
 @dataclass(frozen=True, slots=True)
 class SGLangReply:
-    """`meta_info` of an answer, and what it answers."""
+    """An answer to an attempt as it arrived."""
 
     meta: dict[str, Any]
+    """Fields of `meta_info`."""
     attempt: Attempt
+    """Attempt that is answered."""
     bounds: AnswerBounds
+    """Bounds of what was asked for."""
     spec: ModelSpec
+    """Spec of the trainer's model."""
 
     @property
     def is_aborted(self) -> bool:
@@ -80,7 +86,7 @@ class SGLangReply:
         return {"meta_info": self.meta}
 
     def decode(self) -> AttemptResult:
-        """Raises ContractError where the answer cannot be read."""
+        """Returns the result. Raises ContractError if the answer cannot be read."""
         reason = finish_reason(self.meta)
         if reason == FinishReason.ABORT and "compact_answer" not in self.meta:
             return AttemptResult(reason, None)
@@ -92,7 +98,7 @@ class SGLangReply:
 
 
 class SGLangBackend:
-    """A `ServerBackend`: one server, over the one client that `client` has of it."""
+    """A `ServerBackend`: one server, over the one client that this process has of it."""
 
     def __init__(self, name: str, client: ServerClient, facts: ServerFacts, made_by: SGLangConnect) -> None:
         self._client, self._spec = client, made_by.model.spec

@@ -25,17 +25,19 @@ _SPAN_BYTES, _SPAN_VALUES = 64, 8
 """Bytes and values of one span of versions at most; there are T at most."""
 
 _TOKEN_BYTES = 5
-"""Bytes of one of the `output_ids`, which come beside the compact field, at most."""
+"""Bytes of one of the `output_ids`, which come next to the compact field, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerBounds:
-    """payload_bytes: of the compact field, decompressed. response_bytes: of the whole answer. meta_values: in
-    `meta_info`, keys counted."""
+    """Sizes of an answer, at most."""
 
     payload_bytes: int
+    """Bytes of the compact field, decompressed."""
     response_bytes: int
+    """Bytes of the whole answer."""
     meta_values: int
+    """Values in `meta_info`, keys counted."""
 
 
 class _Reply(msgspec.Struct):
@@ -62,7 +64,7 @@ def answer_bounds(request: RolloutRequest, num_before: int, spec: ModelSpec) -> 
 
 
 def read_meta(content: bytes, bounds: AnswerBounds) -> dict[str, Any]:
-    """The `meta_info` of an answer in msgpack; nothing else of it is built.
+    """Reads the `meta_info` of an answer in msgpack; nothing else of it is built.
 
     Raises:
         msgspec.MsgspecError: there is none.

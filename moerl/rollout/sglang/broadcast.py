@@ -57,13 +57,16 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BroadcastOptions:
-    """address: of this machine, as receivers reach it. backend: gloo or nccl. device: that NCCL sends from.
-    seconds: how long each bucket may take."""
+    """Settings of a sender's broadcasts."""
 
     address: str
+    """Address of this machine, as receivers reach it."""
     backend: str
+    """gloo or nccl."""
     device: torch.device
+    """Device that NCCL sends from."""
     seconds: float
+    """Seconds that each bucket may take."""
 
     @property
     def group(self) -> GroupOptions:
@@ -71,7 +74,7 @@ class BroadcastOptions:
 
 
 class Broadcast:
-    """One sender's way to its receivers; one call at a time. Their group is formed anew where they change."""
+    """One sender's way to its receivers; one call at a time. Their group is formed anew when they change."""
 
     def __init__(self, options: BroadcastOptions) -> None:
         self._options = options
@@ -104,13 +107,13 @@ class Broadcast:
         return failed
 
     def leave(self) -> None:
-        """Gives the group up. Receivers leave it when they are told, or join another one."""
+        """Gives the group up. Receivers leave it when a channel tells them, or join another one."""
         group, self._group, self._members = self._group, None, []
         if group is not None:
             group.leave()
 
     async def _form(self, receivers: Mapping[str, Receiver], number: int) -> dict[str, WeightSyncError]:
-        """Has these receivers in one group; returns those that prevent it."""
+        """Forms one group of these receivers; returns those that prevent it."""
         if list(receivers) == self._members:
             return {}
         self.leave()
@@ -132,7 +135,7 @@ class Broadcast:
     async def _push(
         self, bucket: Sequence[tuple[str, Tensor]], flat: Tensor, receivers: Mapping[str, Receiver], number: int
     ) -> tuple[dict[str, WeightSyncError], bool]:
-        """Receivers that failed, and whether all others have the bucket."""
+        """Sends a bucket to the group; returns the receivers that failed, and whether all others have the bucket."""
         group = self._group
         assert group is not None
         takes = [receiver.take(bucket, number) for receiver in receivers.values()]
@@ -160,7 +163,7 @@ class Broadcast:
     def _problems(
         self, out: Iterable[int], receivers: Mapping[str, Receiver], outcomes: Sequence[Exception | None], doing: str
     ) -> dict[str, WeightSyncError]:
-        """By key, why receivers are left out; their own error where they have one."""
+        """Returns why receivers are left out, by key: their own error if they have one."""
         seconds, piece_seconds = self._options.seconds, self._options.group.piece_seconds
         problems = {}
         for i in out:
@@ -179,11 +182,11 @@ class Broadcast:
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, never raised
-    """A call that was not waited for any longer."""
+    """A call that took too long."""
 
 
 def in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
-    """A blocking call in a daemon thread: where it never ends, nobody waits for it."""
+    """Makes a blocking call in a daemon thread: if the call never ends, nobody waits for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -215,14 +218,14 @@ def _error(task: asyncio.Future[None]) -> Exception | None:
 
 
 def to_blame(outcomes: Sequence[Exception | None], owner: Callable[[int], int]) -> tuple[list[int], bool]:
-    """The receivers to leave out, by position, and whether all others have the bucket.
+    """Finds the receivers to leave out, by position, and whether all others have the bucket.
 
-    One that dies, hangs or refuses has an error of its own, or none in time. Its neighbours say whom they waited for:
-    that only counts where nobody has an error of their own, because a link between two of them is broken.
+    One that dies, hangs or refuses has an error of its own, or no answer in time. Its neighbours say whom they waited
+    for: that only counts if nobody has an error of their own, because a connection between two of them is broken.
 
     Args:
         outcomes: of the sender, then of each receiver; None for success.
-        owner: of a rank: its receiver, -1 for the sender.
+        owner: returns the receiver of a rank, -1 for the sender.
     """
     losses = {i: lost for i, outcome in enumerate(outcomes) if (lost := LostRank.read(str(outcome))) is not None}
     out = [i - 1 for i, outcome in enumerate(outcomes) if i > 0 and outcome is not None and i not in losses]

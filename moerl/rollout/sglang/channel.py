@@ -1,7 +1,7 @@
 """Buckets of weights to one running SGLang server, in a process group with this process and other servers.
 
 Runs in an event loop of the engine's process or of a sender. Buckets are flattened bytes of several tensors, that go
-over gloo (CPU) or NCCL (GPU). `Broadcast` forms the group and sends; here is what a server is told.
+over gloo (CPU) or NCCL (GPU). `Broadcast` forms the group and sends; here are the calls to the server.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Address of a server for a process that sends weights to it.
-
-    num_ranks: of the server. backend: gloo or nccl. seconds: that each step of an update may take.
-    """
+    """Address of a server for a process that sends weights to it."""
 
     endpoint: Endpoint
+    """Address and keys of the server."""
     num_ranks: int
+    """Tensor-parallel ranks of the server."""
     backend: str
+    """gloo or nccl."""
     seconds: float
+    """Seconds that each step of an update may take."""
 
 
 def open_channel(target: Target, device: torch.device) -> SGLangChannel:
-    """From a sender in another process than the engine's. device: that NCCL sends from."""
+    """Opens a channel in another process than the engine's. device: that NCCL sends from."""
     address = msgspec.convert(target.address, ChannelAddress)
     http = SGLangHttp(address.endpoint, max_connections=1, timeout_seconds=address.seconds)
     return SGLangChannel(UpdateCalls(target.name, http, address.seconds), address, device, owned=http)
@@ -64,7 +65,7 @@ class SGLangChannel:
 
     @property
     def network(self) -> str:
-        """Servers that reach this process at one address reach one another."""
+        """Name of backend and own address: servers that reach this process at one address reach one another."""
         return f"{self._address.backend} {self._own_address}"
 
     def new_group(self) -> Broadcast:

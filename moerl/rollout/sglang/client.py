@@ -45,7 +45,8 @@ class ServerClient:
         self._answers = ManyAnswers(self.http, timeout_seconds)
 
     async def facts(self, model: ModelFacts | None) -> ServerFacts:
-        """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
+        """Makes the handshake: returns what the server is, after checks against this version's patches and `model`, if
+        it is given.
 
         Raises:
             EngineError: it cannot be reached, or something is missing; the message names it.
@@ -68,7 +69,7 @@ class ServerClient:
         return read_version(str((await self.http.get_once("/model_info")).get("weight_version")))
 
     async def ask(self, body: Mapping[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
-        """The `meta_info` of the answer to one attempt.
+        """Returns the `meta_info` of the answer to one attempt.
 
         Raises:
             TransportError: there is no whole answer; another attempt may succeed.
@@ -86,14 +87,14 @@ class ServerClient:
         """Has one token sampled: a server whose scheduler hangs answers health checks all the same.
 
         Raises:
-            TransportError: it was not, in time.
+            TransportError: no token came in time.
             EngineError: the server refused.
         """
         body = request_body(_PROBE, new_request_id("probe"), -1)
         await self.http.post_once("/generate", body, MAX_FACTS_BYTES)
 
     async def abort(self, request_id: str) -> None:
-        """Has a request answered with what it has; one that is not there is not missed."""
+        """Has a request answered with what it has; one that is not there is no error."""
         await self.http.admin("/abort_request", {"rid": request_id})
 
     async def close(self) -> None:
@@ -104,7 +105,7 @@ class ServerClient:
 def request_body(
     request: RolloutRequest, request_id: str, policy_version: int, sampled_ids: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The JSON body of `/generate`, and one of those of `/generate_many`; the answer is msgpack.
+    """Makes the JSON body of `/generate`, or one of those of `/generate_many`; the answer is msgpack.
 
     Args:
         sampled_ids: tokens of the response that are there already. The answer goes on behind them; draws depend on seed

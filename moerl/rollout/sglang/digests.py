@@ -25,20 +25,19 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Tensors that a server must hold.
-
-    shapes: of every tensor, by its name in the checkpoint. num_ranks: of the server.
-    tied: tensors that are another one's, each with that one's name.
-    """
+    """Tensors that a server must hold."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor, by its name in the checkpoint."""
     num_ranks: int
+    """Tensor-parallel ranks of the server."""
     tied: Mapping[str, str]
+    """Tensors that are another one's, each with that one's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's record: rows [rows) and columns [columns) of a tensor. checksum: 0 where it was not asked for."""
+    """One rank's record: rows [rows) and columns [columns) of a tensor. checksum: 0 if it was not asked for."""
 
     rank: int
     dtype: str
@@ -62,11 +61,12 @@ class _Answer(msgspec.Struct):
 
 
 async def weight_digests(http: SGLangHttp, model: ServedModel, seconds: float) -> dict[str, int]:
-    """`moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name, tied ones included.
+    """Asks for `moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name, tied ones
+    included.
 
     Raises:
         WeightSyncError: no complete answer; or, naming tensor and ranks: copies that differ, a tensor that is not held
-            completely, one that the checkpoint has not, or one of which the server cannot tell.
+            completely, one that the checkpoint has not, or one whose parts the server cannot tell.
     """
     ranks = await ask_ranks(http, "held", seconds, max_answer_bytes(model))
     parts = await asyncio.to_thread(read_parts, ranks, model)
@@ -75,7 +75,8 @@ async def weight_digests(http: SGLangHttp, model: ServedModel, seconds: float) -
 
 
 async def weight_dtypes(http: SGLangHttp, model: ServedModel, seconds: float) -> dict[str, str]:
-    """Names of dtypes (float32, bfloat16) by checkpoint name: what the server casts each tensor to. Reads no weights.
+    """Asks for names of dtypes (float32, bfloat16) by checkpoint name: the server casts each tensor to its dtype, and
+    reads no weights for the answer.
 
     Raises:
         WeightSyncError: as `weight_digests`.
@@ -86,13 +87,13 @@ async def weight_dtypes(http: SGLangHttp, model: ServedModel, seconds: float) ->
 
 
 def max_answer_bytes(model: ServedModel) -> int:
-    """The longest answer that can be one about this model."""
+    """Returns the bytes of the longest answer that can be one about this model."""
     records = sum(len(name.encode()) + _RECORD_BYTES for name in model.shapes)
     return model.num_ranks * (records + _RANK_BYTES)
 
 
 async def ask_ranks(http: SGLangHttp, action: str, seconds: float, max_bytes: int) -> list[dict[str, str]]:
-    """The records of each rank by tensor, unread.
+    """Asks for the records of each rank by tensor; returns them unparsed.
 
     Args:
         action: `held`, or `held_layout` for records without checksums.
@@ -115,7 +116,7 @@ async def ask_ranks(http: SGLangHttp, action: str, seconds: float, max_bytes: in
 
 
 def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[str, list[_Part]]:
-    """The parts that make up every tensor, each once.
+    """Returns the parts that make up every tensor, each once.
 
     Raises:
         WeightSyncError: as `weight_digests`.
@@ -155,7 +156,8 @@ def _parse(name: str, rank: int, record: str) -> Iterable[_Part]:
 
 
 def _clip(part: _Part, shape: tuple[int, ...]) -> _Part:
-    """Without what pads the tensor: those are zeros, which add nothing to a checksum, or the checksum will be wrong."""
+    """Cuts off what pads the tensor: those are zeros, which add nothing to a checksum, or the checksum will be
+    wrong."""
     num_rows, num_columns = _matrix(shape)
     rows, columns = (
         (min(span[0], end), min(span[1], end)) for span, end in ((part.rows, num_rows), (part.columns, num_columns))
@@ -190,7 +192,7 @@ def _agreed(name: str, parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _covers(parts: Sequence[_Part], shape: tuple[int, ...]) -> bool:
-    """The parts are a whole tensor, cut along its rows or along its columns."""
+    """Returns whether the parts are a whole tensor, cut along its rows or along its columns."""
     num_rows, num_columns = _matrix(shape)
     rows = sorted(part.rows for part in parts if part.columns == (0, num_columns))
     columns = sorted(part.columns for part in parts if part.rows == (0, num_rows))
@@ -200,7 +202,7 @@ def _covers(parts: Sequence[_Part], shape: tuple[int, ...]) -> bool:
 
 
 def _chain(spans: Sequence[tuple[int, int]], end: int) -> bool:
-    """Spans follow one another from 0 to `end`."""
+    """Returns whether spans follow one another from 0 to `end`."""
     return bool(spans) and [0, *(last for _, last in spans)] == [*(first for first, _ in spans), end]
 
 

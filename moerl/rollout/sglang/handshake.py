@@ -28,49 +28,58 @@ _REINSTALL = "start the server from an environment made by `moerl sglang install
 
 
 class ContractReport(msgspec.Struct):
-    """`internal_states[*].contract` of `/server_info`, written by the patches.
-
-    vocab_size: ids below it can be sampled.
-    max_request_tokens: prompt and new tokens that one request may have together.
-    moe_layers: indices of the decoder layers whose routing is captured. expert_ids: `logical`.
-    """
+    """`internal_states[*].contract` of `/server_info`, written by the patches."""
 
     fingerprint: str
+    """Fingerprint of the applied patches; empty if none are stamped."""
     compact_schema: int
+    """Schema of the compact field that the server writes."""
     vocab_size: int
+    """Ids below it can be sampled."""
     max_request_tokens: int
+    """Prompt and new tokens that one request may have together."""
     moe_layers: list[int]
+    """Indices of the decoder layers whose routing is captured."""
     num_experts: int = 0
+    """Experts of a layer; 0 if the server does not say."""
     experts_per_token: int = 0
+    """Experts that a token uses; 0 if the server does not say."""
     expert_ids: str = ""
+    """`logical`, or another numbering of experts; empty if the server does not say."""
     expert_bytes: int = 0
+    """Bytes of one expert id; 0 if the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts about a server, from its handshake.
-
-    version: release of SGLang. policy_version: of the weights that the server holds, -1 if they have none.
-    num_ranks: of its tensor parallelism. device: cuda or cpu. dtype: of its weights and activations.
-    places_experts: options, under SGLang's names, that give experts other places than the checkpoint's order, or
-    several.
-    """
+    """Facts about a server, from its handshake."""
 
     version: str
+    """Release of SGLang."""
     policy_version: int
+    """Version of the weights that the server holds; -1 for weights that the trainer did not send."""
     report: ContractReport
+    """Report of the patches."""
     num_ranks: int
+    """Ranks of its tensor parallelism."""
     device: str
+    """cuda or cpu."""
     dtype: str
+    """Dtype of its weights and activations."""
     sampling_backend: str
+    """Value of `--sampling-backend`."""
     sampling_mask_max_tokens: int
+    """Ids of a kept set, at most."""
     speculative_algorithm: str | None
+    """None if it drafts no tokens."""
     hierarchical_cache: bool
+    """True if its prefix cache has host memory, too."""
     places_experts: tuple[str, ...]
+    """Options, under SGLang's names, that give experts other places than the checkpoint's order, or several."""
 
 
 def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
-    """Facts from the JSON of `/server_info` and the label of `/weight_version`.
+    """Reads facts from the JSON of `/server_info` and the weights' label of `/model_info`.
 
     Raises:
         EngineError: the server is another release, lacks the patches, or labels its weights with no whole number.
@@ -102,7 +111,7 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
 
 
 def read_version(label: str) -> int:
-    """The policy version that a label of weights means; -1 for weights that the trainer did not send.
+    """Reads the policy version that a label of weights means; -1 for weights that the trainer did not send.
 
     Raises:
         EngineError: it is no whole number.
@@ -118,7 +127,7 @@ def read_version(label: str) -> int:
 
 
 def check_patches(facts: ServerFacts, fingerprint: str) -> None:
-    """Raises EngineError where the server runs without the patches, or with others."""
+    """Raises EngineError if the server runs without the patches, or with others."""
     if facts.report.fingerprint != fingerprint:
         raise _refusal("patches", facts.report.fingerprint or "unstamped", f"fingerprint {fingerprint}")
     if facts.report.compact_schema != SCHEMA:

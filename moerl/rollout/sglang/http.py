@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: keys, deadlines, and retries where a call may be repeated.
+"""HTTP to one SGLang server: keys, deadlines, and retries of calls that may be repeated.
 
 The one client of a server in a process; runs in the event loop of the engine or of a sender. A generation may be
 repeated: it has no effect but its answer, and the engine gives every attempt an id of its own.
@@ -35,14 +35,14 @@ class SGLangHttp:
         self.endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         self._key, self._admin_key = (Key(key) if key else None for key in (endpoint.api_key, endpoint.admin_key))
-        # Beside requests: their aborts, a probe, a step of a weight update.
+        # Next to requests: their aborts, a probe, a step of a weight update.
         self._client = HttpClient(max_connections=max_connections + 4)
 
     async def close(self) -> None:
         await self._client.close()
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object behind `path`; repeated where it may help.
+        """Returns the JSON object behind `path`; asks again if that may help.
 
         Raises:
             EngineError: the server refused the call, or did not answer any attempt.
@@ -50,7 +50,7 @@ class SGLangHttp:
         return await self._repeated("GET", path, None, admin=False)
 
     async def get_once(self, path: str) -> dict[str, Any]:
-        """One attempt of `get`.
+        """Makes one attempt of `get`.
 
         Raises:
             EngineError: as `get`.
@@ -74,11 +74,11 @@ class SGLangHttp:
         *,
         admin: bool = False,
     ) -> bytes:
-        """One attempt of a call whose answer is the caller's to decode.
+        """Makes one attempt of a call whose answer is the caller's to decode.
 
         Args:
             max_bytes: the longest answer that can be one to this body.
-            timeout_seconds: where it is another than for all calls.
+            timeout_seconds: of this call; None for that of all calls.
             admin: with the admin key.
 
         Raises:
@@ -88,8 +88,8 @@ class SGLangHttp:
         return await self._call("POST", path, body, max_bytes, admin=admin, timeout_seconds=timeout_seconds)
 
     async def post_stream(self, path: str, bodies: Sequence[Mapping[str, Any]], take: Callable[[bytes], None]) -> None:
-        """One attempt of a call for many answers, which are the caller's to bound and to decode, and whose time is the
-        caller's to limit.
+        """Makes one attempt of a call for many answers, which are the caller's to bound and to decode, and whose time
+        the caller limits.
 
         Args:
             take: gets the answers, piece by piece as they come; what it raises ends the call.
@@ -136,7 +136,8 @@ class SGLangHttp:
     async def _answer(
         self, method: str, path: str, body: Any, *, admin: bool, seconds: float | None
     ) -> AsyncIterator[HttpAnswer]:
-        """seconds: until its end; None where the caller sees to it."""
+        """Sends a request; yields the answer as it begins. seconds: until its end; None if the caller limits the
+        time."""
         content = None if body is None else msgspec.json.encode(body)
         key = self._admin_key if admin else self._key
         with _transport(path):
@@ -144,7 +145,7 @@ class SGLangHttp:
                 yield answer
 
     def check_status(self, path: str, status: int, content: bytes) -> None:
-        """Raises KeyRefusedError, TransportError or EngineError where an answer says that there is none."""
+        """Raises KeyRefusedError, TransportError or EngineError unless the status of an answer is 200."""
         if status == 200:
             return
         if status == 401:
@@ -171,7 +172,7 @@ def decoded[T](path: str, content: bytes, decode: Callable[[bytes], T]) -> T:
     """Returns what `decode` makes of an answer.
 
     Raises:
-        TransportError: Nothing.
+        TransportError: the answer cannot be decoded.
     """
     with _transport(path):
         return client.decoded(content, decode)

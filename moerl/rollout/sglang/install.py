@@ -57,7 +57,7 @@ def install(environment: Path, device: str, python: str | None = None, version: 
         version: release of SGLang.
 
     Returns:
-        False where everything was there already.
+        False if everything was there already.
 
     Raises:
         EngineError: no interpreter, a package that cannot be installed, another release, or a patch that does not fit.
@@ -82,7 +82,7 @@ def install(environment: Path, device: str, python: str | None = None, version: 
         for folder in (release_folder(version) / "cpu" / "stand_ins").iterdir():
             shutil.copytree(folder, site / folder.name, dirs_exist_ok=True)
     apply_patches(site, patches)
-    # Else every process of every server compiles thousands of files, where the environment says to write no bytecode.
+    # Else every process of every server compiles thousands of files, if the environment says to write no bytecode.
     compiled = [str(site / name) for name in _COMPILED if (site / name).is_dir()]
     compiling = ["-m", "compileall", "-q", "-j", "0", "-x", "/testing/", *compiled]
     _run([str(python_of(environment)), "-W", "ignore", *compiling], "compile " + ", ".join(_COMPILED))
@@ -91,7 +91,7 @@ def install(environment: Path, device: str, python: str | None = None, version: 
 
 
 def _remove_release(environment: Path) -> None:
-    """Takes a release with the patches of another version of moerl away, so that it is installed and patched afresh."""
+    """Removes a release with the patches of another version of moerl, so that it is installed and patched afresh."""
     _marker(environment).unlink()
     site = site_packages(environment)
     for folder in (*site.glob("sglang-*.dist-info"), site / "sglang"):
@@ -99,12 +99,12 @@ def _remove_release(environment: Path) -> None:
 
 
 def python_of(environment: Path) -> Path:
-    """The environment's interpreter."""
+    """Returns the environment's interpreter."""
     return environment.absolute() / "bin" / "python"
 
 
 def device_of(environment: Path) -> str:
-    """The device that `moerl sglang install` made an environment for: cuda or cpu.
+    """Returns the device that `moerl sglang install` made an environment for: cuda or cpu.
 
     Raises:
         EngineError: it is not there, or was not finished.
@@ -114,7 +114,7 @@ def device_of(environment: Path) -> str:
         raise EngineError(
             f"SGLang environment {environment}: not there",
             expected="an environment made by `moerl sglang install`",
-            remedy=f"moerl sglang install --env {environment}, with --device cpu where there is no GPU",
+            remedy=f"moerl sglang install --env {environment}, with --device cpu if there is no GPU",
         )
     return made["device"]
 
@@ -149,12 +149,12 @@ def server_arguments(environment: Path) -> dict[str, str]:
 
 
 def pythons(version: str) -> list[str]:
-    """Interpreters that a release runs on, the preferred one first."""
+    """Returns the interpreters that a release runs on, the preferred one first."""
     return (release_folder(version) / "pythons.txt").read_text().split()
 
 
 def find_python(named: str | None, version: str = DEFAULT_RELEASE) -> str:
-    """An interpreter of a version that the release runs on, with pip.
+    """Finds an interpreter of a version that the release runs on, with pip.
 
     Raises:
         EngineError: there is none, or the named one is not.
@@ -184,7 +184,7 @@ def _candidates(suitable: Sequence[str]) -> Iterator[str]:
 
 
 def _packages(device: str, version: str) -> list[list[str]]:
-    """Arguments of `pip install`, one call after the other."""
+    """Returns the arguments of `pip install`, one call after the other."""
     if device == "cuda":
         return [[f"sglang=={version}"]]
     folder = release_folder(version) / "cpu"
@@ -196,7 +196,7 @@ def _marker(environment: Path) -> Path:
 
 
 def _read_marker(environment: Path) -> dict[str, str] | None:
-    """Release and device that the environment was finished for; None where it was not.
+    """Returns release and device that the environment was finished for; None if it was not.
 
     Raises:
         EngineError: the file holds something else.

@@ -10,18 +10,23 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Into one group of a sender, which is rank 0, and servers.
-
-    first_rank: of this server; its other ranks follow. first_ranks: of all servers, in their order in the chain.
-    seconds: for joining, and for every piece.
-    """
+    """Invitation of one server into a group of a sender, which is rank 0 there, and servers."""
 
     address: str
+    """Address of the sender, at which it listens."""
     port: int
+    """Port at which it listens."""
     group_name: str
+    """Name of the group, used once."""
     backend: str
+    """gloo or nccl."""
     world_size: int
+    """Ranks of the group, the sender's included."""
     first_rank: int
+    """First rank of this server; its other ranks follow."""
     first_ranks: tuple[int, ...]
+    """First ranks of all servers, in their order in the chain."""
     piece_bytes: int
+    """Bytes of a piece of a bucket; the last one may be shorter."""
     seconds: float
+    """Seconds for joining, and for every piece."""

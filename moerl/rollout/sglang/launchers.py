@@ -18,7 +18,9 @@ _NUM_STARTS = 3
 class OwnServer:
     """A server of our own: started by `open`, replaced by the next `open`, stopped by `close`.
 
-    folder: for its options, keys and log. start_seconds: longest start-up.
+    Args:
+        folder: for its options, keys and log.
+        start_seconds: longest start-up.
     """
 
     def __init__(self, options: ServerOptions, folder: Path, start_seconds: float) -> None:
@@ -63,7 +65,9 @@ class OwnServer:
 class NamedServer:
     """The server of a `moerl serve`; whoever started it starts it again, `open` waits for that.
 
-    file: its `server.json`. start_seconds: longest wait for it to serve.
+    Args:
+        file: its `server.json`.
+        start_seconds: longest wait for it to serve.
     """
 
     def __init__(self, file: Path, start_seconds: float) -> None:
@@ -80,17 +84,17 @@ class NamedServer:
                     f"the SGLang server of {self._file}",
                     seen=problem,
                     expected=f"a server that serves within {self._start_seconds} s",
-                    remedy="start it with `moerl serve`; its log is beside the file",
+                    remedy="start it with `moerl serve`; its log is next to the file",
                 )
             if self._closed.wait(_POLL_SECONDS):
                 raise EngineError(f"the SGLang server of {self._file}", seen="closed while it was waited for")
 
     def close(self) -> None:
-        """The server is not ours to stop."""
+        """Ends the waiting of `open`; the server is not ours to stop."""
         self._closed.set()
 
     def _look(self) -> tuple[Endpoint | None, str]:
-        """The server's address where it serves, or why it does not."""
+        """Returns the server's address if it serves, or why it does not."""
         if not self._file.exists():
             return None, "no such file"
         endpoint = read_endpoint(self._file)

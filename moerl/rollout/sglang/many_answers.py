@@ -24,7 +24,7 @@ HEAD = struct.Struct("<III")
 alone."""
 
 _MOST_TOGETHER = 64
-"""Requests of one call: more would gain nothing, and are lost together where a connection is."""
+"""Requests of one call: more would gain nothing, and are lost together if their connection is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class _Asked:
 
 
 class ManyAnswers:
-    """Asks over the connections of `http`. seconds: longest time from asking for an answer to having it."""
+    """Requests over the connections of `http`. seconds: longest time from asking for an answer to having it."""
 
     def __init__(self, http: SGLangHttp, seconds: float) -> None:
         self._http, self._seconds = http, seconds
@@ -46,9 +46,9 @@ class ManyAnswers:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Mapping[str, Any], max_bytes: int) -> bytes:
-        """The answer to a request for a compact answer; its `rid` is nobody else's.
+        """Asks for a compact answer and returns it; the `rid` of the request is nobody else's.
 
-        Where this is cancelled, the server is told that nobody waits any more.
+        If this is cancelled, the server is told that nobody waits any more.
 
         Args:
             max_bytes: the longest answer that can be one to this body.
@@ -70,7 +70,7 @@ class ManyAnswers:
             raise self._http.out_of_time(PATH, self._seconds) from error
         finally:
             if asked.answer.cancelled():
-                # Later: where the others of its call are cancelled too, the call is ended instead.
+                # Later: if the others of its call are cancelled too, the call is ended instead.
                 loop.call_soon(self._leave, asked)
         self._http.check_status(PATH, status, content)
         return content
@@ -111,7 +111,7 @@ class ManyAnswers:
                 asked.answer.set_exception(error or missing)
 
     def _leave(self, asked: _Asked) -> None:
-        """Nobody waits for the answer any more."""
+        """Aborts a request whose answer nobody waits for any more."""
         call = self._calls.get(asked)
         if call is None:
             return
@@ -129,7 +129,7 @@ class ManyAnswers:
 
 
 class Frames:
-    """Cuts the response to a call into frames.
+    """The response to a call, cut into frames.
 
     Args:
         max_bytes: of the answer to each request of the call.
@@ -140,7 +140,7 @@ class Frames:
         self._rest = bytearray()
 
     def read(self, piece: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Place, status and content of every frame that `piece` completes.
+        """Yields place, status and content of every frame that `piece` completes.
 
         Raises:
             TransportError: a frame answers nothing that was asked, answers again, or is too long.

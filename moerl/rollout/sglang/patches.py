@@ -35,17 +35,23 @@ class Patch:
     """One numbered patch file."""
 
     name: str
+    """Name of the file without `.patch`."""
     text: str
+    """Unified diff."""
     files: tuple[FilePatch, ...]
+    """Changes of the diff, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchSet:
-    """All patches of a release, in order. fingerprint: over release, names and contents."""
+    """All patches of a release."""
 
     version: str
+    """Release of SGLang."""
     patches: tuple[Patch, ...]
+    """Patches in the order of their numbers, in which they are applied."""
     fingerprint: str
+    """Digest of release, names and contents; hexadecimal."""
 
     @property
     def paths(self) -> list[str]:
@@ -54,13 +60,14 @@ class PatchSet:
 
 
 def releases() -> tuple[str, ...]:
-    """The releases that there are patches for, oldest first: the folders of `patches/sglang`. No other is accepted."""
+    """Lists the releases that there are patches for, oldest first: the folders of `patches/sglang`. No other release is
+    accepted."""
     folders = (shipped_folder("patches") / "sglang").iterdir()
     return tuple(sorted((folder.name for folder in folders if folder.is_dir()), key=Version))
 
 
 def release_folder(version: str) -> Path:
-    """The folder with patches, requirements and stand-ins of a release.
+    """Returns the folder with patches, requirements and stand-ins of a release.
 
     Raises:
         EngineError: there are no patches for it.
@@ -71,7 +78,7 @@ def release_folder(version: str) -> Path:
 
 
 def read_patches(version: str = DEFAULT_RELEASE, folder: Path | None = None) -> PatchSet:
-    """The patches of `folder`, by default those of the release that belong to this version of moerl.
+    """Reads the patches of `folder`, by default those of the release that belong to this version of moerl.
 
     Raises:
         EngineError: no such release; a file is no unified diff, or there is none.
@@ -92,7 +99,7 @@ def apply_patches(site: Path, patches: PatchSet) -> bool:
     """Applies all patches to the package in `site`, and stamps it. Nothing is written unless all of them fit.
 
     Returns:
-        False where exactly these patches were there already.
+        False if exactly these patches were there already.
 
     Raises:
         EngineError: another release, other patches, or a file that is not as released.
@@ -164,12 +171,12 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
 
 
 def is_current(site: Path, patches: PatchSet) -> bool:
-    """True where exactly these patches are stamped; `verify_patches` proves what is stamped."""
+    """Returns whether exactly these patches are stamped; `verify_patches` proves what is stamped."""
     return _stamped(site) == patches.fingerprint
 
 
 def _stamped(site: Path) -> str | None:
-    """The fingerprint of the patches that were applied; None where there are none, or the stamp says nothing."""
+    """Returns the fingerprint of the patches that were applied; None if there are none, or the stamp says nothing."""
     stamp = site / STAMP
     try:
         return str(json.loads(stamp.read_text())["fingerprint"])
@@ -178,14 +185,14 @@ def _stamped(site: Path) -> str | None:
 
 
 def require_release(site: Path, version: str) -> None:
-    """Raises EngineError where `site` holds another release of SGLang, or none."""
+    """Raises EngineError if `site` has another release of SGLang, or none."""
     found = _found(site)
     if found != [version]:
         raise _other_release(site, found, f"sglang {version}, which the patches were made for")
 
 
 def _found(site: Path) -> list[str]:
-    """The releases of SGLang in `site`."""
+    """Returns the releases of SGLang in `site`."""
     return sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
 
 
@@ -195,7 +202,8 @@ def _other_release(site: Path, found: Sequence[str], expected: str) -> EngineErr
 
 
 def _require_released(site: Path, version: str, contents: Mapping[str, str | None]) -> None:
-    """Every file as the package's RECORD lists it; None for a file that the release has not."""
+    """Raises EngineError unless every file is as the package's RECORD lists it; None stands for a file that the release
+    has not."""
     record = site / f"sglang-{version}.dist-info" / "RECORD"
     if not record.is_file():
         raise EngineError(f"SGLang in {site}: no list of its files", expected=record, remedy=_FRESH)
@@ -218,5 +226,6 @@ def _record_hash(content: str) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """None where there is no such file. Bytes that are no text stay such, so that no released file equals them."""
+    """Returns the text of a file, None if there is none. Bytes that are no text stay such, so that no released file
+    equals them."""
     return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else None

@@ -1,7 +1,7 @@
 """The sender's end of a process group that it shares with the ranks of several receivers.
 
-Runs in the sender's process, which is rank 0. With gloo, receivers form a chain: each passes pieces of a bucket on to
-the next one (`patches/sglang`, 0015, is their end of it). With NCCL one broadcast of the whole group does that.
+Runs in the sender's process, rank 0 of the group. With gloo, receivers form a chain: each passes pieces of a bucket on
+to the next one (`patches/sglang`, 0015, is their end of it). With NCCL one broadcast of the whole group does that.
 """
 
 from __future__ import annotations
@@ -35,25 +35,30 @@ _LOST = re.compile(r"weight relay: rank (\d+) is (late|gone)")
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """address: of this machine, as receivers reach it. backend: gloo or nccl. device: that NCCL sends from.
-    piece_seconds: how long a piece may take (NCCL: a bucket), and making the group."""
+    """Settings of a group."""
 
     address: str
+    """Address of this machine, as receivers reach it."""
     backend: str
+    """gloo or nccl."""
     device: torch.device
+    """Device that NCCL sends from."""
     piece_seconds: float
+    """Seconds that a piece (NCCL: a bucket) may take, and making the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostRank:
-    """A rank that another one waited for: it was late, or its connection was closed."""
+    """A rank that another one waited for in vain."""
 
     rank: int
+    """Rank in the group."""
     is_late: bool
+    """True if it was late, False if its connection was closed."""
 
     @classmethod
     def read(cls, text: str) -> LostRank | None:
-        """From an error of the sender or of a receiver; None where it says something else."""
+        """Reads an error of the sender or of a receiver; returns None if it says something else."""
         found = _LOST.search(text)
         return None if found is None else cls(int(found[1]), found[2] == "late")
 
@@ -97,7 +102,7 @@ class SenderGroup:
         )
 
     def form(self) -> None:
-        """Returns when all receivers have joined. Raises RuntimeError where that takes too long."""
+        """Returns when all receivers have joined. Raises RuntimeError if that takes too long."""
         group, _ = _new_process_group_helper(
             self._world_size,
             0,
@@ -111,16 +116,17 @@ class SenderGroup:
         self._group = group
 
     def has_come(self, receiver: int) -> bool:
-        """All ranks of a receiver have found our store."""
+        """Returns whether all ranks of a receiver have found our store."""
         first, end = self._ranks(receiver)
         return self._store.check([f"joined/{rank}" for rank in range(first, end)])
 
     def owner(self, rank: int) -> int:
-        """The receiver that a rank is of; -1 for the sender's."""
+        """Returns the receiver that a rank is of; -1 for the sender's."""
         return sum(invitation.first_rank <= rank for invitation in self.invitations) - 1
 
     def push(self, flat: Tensor) -> None:
-        """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError; the group is then of no more use."""
+        """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError if that fails; the group is then of no
+        more use."""
         if self._options.backend == "gloo":
             self._push_pieces(flat)
             return
@@ -157,13 +163,13 @@ class SenderGroup:
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """uint8 [bytes of all]: the tensors behind one another; without a copy if they lie so already."""
+    """Returns uint8 [bytes of all]: the tensors behind one another; without a copy if they lie so already."""
     flat = flat_view(bucket)
     return torch.cat([_bytes_of(tensor) for _, tensor in bucket]) if flat is None else flat
 
 
 def flat_view(bucket: Sequence[tuple[str, Tensor]]) -> Tensor | None:
-    """uint8 [bytes of all]: the memory of tensors that lie behind one another; None if they do not."""
+    """Returns uint8 [bytes of all]: the memory of tensors that lie behind one another; None if they do not."""
     if not all(tensor.is_contiguous() for _, tensor in bucket):
         return None
     parts = [_bytes_of(tensor) for _, tensor in bucket]

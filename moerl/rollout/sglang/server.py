@@ -67,38 +67,42 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of a server: the model that it serves, and how.
-
-    model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
-    tensor: tensor-parallel ranks, each on a GPU (or core) of its own, from the one with number `first_device` on.
-    expert: groups of these ranks that share the experts.
-    dtype: of weights and activations. max_running: requests side by side.
-    max_pool_tokens: tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU.
-    memory_share: of a GPU's memory, for weights and pool; None leaves it to SGLang. sleeps: it can give that back.
-    chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
-    vocab_size: ids below it can be sampled; None for all that the model has an embedding for.
-    passed_on: other arguments of the server by name, with underscores.
-    policy_version: of the weights in `model`; -1 where the trainer sends its own before anything is sampled.
-    host: loopback or private. port: 0 takes a free one.
-    """
+    """Options of a server: the model that it serves, and how."""
 
     model: Path
+    """Hugging Face directory."""
     environment: Path
+    """Folder that `moerl sglang install` made."""
     device: str = "cuda"
+    """cuda or cpu."""
     tensor: int = 1
+    """Tensor-parallel ranks, each on a GPU (or core) of its own."""
     expert: int = 1
+    """Groups of these ranks that share the experts."""
     first_device: int = 0
+    """GPUs (or cores) that other servers have; this server takes those that follow."""
     dtype: str = "bfloat16"
+    """Dtype of weights and activations."""
     max_running: int = 64
+    """Requests side by side, at most."""
     max_pool_tokens: int | None = None
+    """Tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU."""
     memory_share: float | None = None
+    """Share of a GPU's memory, for weights and pool; None leaves it to SGLang."""
     sleeps: bool = False
+    """True if the server can give the memory of weights and pool back (`UpdateCalls.sleep`)."""
     chunked_prefill_tokens: int | None = None
+    """Longest piece of a prefill; None leaves it to SGLang."""
     vocab_size: int | None = None
+    """Ids below it can be sampled; None for all that the model has an embedding for."""
     passed_on: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Other arguments of the server by name, with underscores."""
     policy_version: int = 0
+    """Version of the weights in `model`; -1 if the trainer sends its own before anything is sampled."""
     host: str = "127.0.0.1"
+    """Loopback or private address."""
     port: int = 0
+    """0 takes a free one."""
 
 
 class SGLangServer:
@@ -162,17 +166,17 @@ class SGLangServer:
             time.sleep(_POLL_SECONDS)
 
     def is_ready(self) -> bool:
-        """True where it answers its health probe now."""
+        """Returns whether the server answers its health probe now."""
         return answers_health(self.endpoint)
 
     def require_running(self) -> None:
-        """Raises EngineError where the process has ended; the end of its log is in the message."""
+        """Raises EngineError if the process has ended; the end of its log is in the message."""
         if self._process.poll() is not None:
             raise self._failure(f"ended with status {self._process.returncode}", "a server that runs")
 
     @property
     def lost_a_port(self) -> bool:
-        """True where it found a port taken that was free when it was chosen; SGLang listens on some seconds later."""
+        """True if it found a port taken that was free when it was chosen; SGLang listens on some seconds later."""
         log = self.log.read_bytes()[self._log_start :]
         return any(text in log for text in _PORT_TAKEN)
 
@@ -220,13 +224,13 @@ def _environment(options: ServerOptions, folder: Path) -> dict[str, str]:
 
 
 def _remove_rendezvous(folder: Path) -> None:
-    """Also those of servers that were killed with their manager."""
+    """Removes meeting files, also those of servers that were killed with their manager."""
     for left in folder.glob(f"{_RENDEZVOUS}*"):
         discard(left)
 
 
 def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
-    """SGLang's options by name; `docs/sglang.md` says why each is there.
+    """Returns SGLang's options by name; `docs/sglang.md` says why each is there.
 
     Raises:
         EngineError: `options.passed_on` has one that is set here.
@@ -306,7 +310,7 @@ def answers_health(endpoint: Endpoint) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Returns a port that nobody listens on now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

@@ -1,6 +1,6 @@
 """Arguments that a run passes on to its SGLang servers, held against those of the release in their environment.
 
-Runs in the first process, before anything of a run starts.
+Runs in the process that checks a run, before anything of the run starts.
 """
 
 from __future__ import annotations

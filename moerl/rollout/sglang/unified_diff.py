@@ -17,12 +17,16 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """`old` lines from line `old_start` (1-based; 0 in a file that does not exist yet) become `new`, at `new_start`."""
+    """Old lines of a file that new ones replace."""
 
     old_start: int
+    """Line at which `old` begins, from 1; 0 in a file that does not exist yet."""
     new_start: int
+    """Line at which `new` begins afterwards."""
     old: tuple[str, ...]
+    """Lines before, context included."""
     new: tuple[str, ...]
+    """Lines after, context included."""
 
     def reversed(self) -> Hunk:
         return Hunk(self.new_start, self.old_start, self.new, self.old)
@@ -30,15 +34,18 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """Changes to one file. path: relative, without the `a/` of the diff. creates: the file must not exist before."""
+    """Changes to one file."""
 
     path: str
+    """Relative path, without the `a/` of the diff."""
     hunks: tuple[Hunk, ...]
+    """From the beginning of the file to its end."""
     creates: bool
+    """True if the file must not exist before."""
 
 
 def parse_diff(text: str, name: str) -> tuple[FilePatch, ...]:
-    """The files of a unified diff with `a/` and `b/` prefixes. Files may be created, not removed or renamed.
+    """Reads the files of a unified diff with `a/` and `b/` prefixes. Files may be created, not removed or renamed.
 
     Args:
         name: of the patch, for messages.
@@ -85,7 +92,7 @@ def _read_hunk(lines: list[str], at: int, name: str) -> tuple[Hunk, int]:
 
 
 def apply_patch(content: str | None, patch: FilePatch, name: str) -> str:
-    """The content after the patch; None stands for a file that does not exist.
+    """Returns the content after the patch; None stands for a file that does not exist.
 
     Raises:
         EngineError: a line is not exactly what the patch expects at that place.
@@ -110,7 +117,7 @@ def apply_patch(content: str | None, patch: FilePatch, name: str) -> str:
 
 
 def revert_patch(content: str | None, patch: FilePatch, name: str) -> str | None:
-    """The content before the patch, None for a file that it created.
+    """Returns the content before the patch, None for a file that it created.
 
     Raises:
         EngineError: the patch is not applied, or something changed the same lines since.

@@ -23,7 +23,7 @@ _OPEN_SESSION = "already open"
 
 
 class UpdateCalls:
-    """name: of the server, for messages. seconds: that each call may take."""
+    """Calls to one server. name: of the server, for messages. seconds: that each call may take."""
 
     def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
         self.name, self._http, self.seconds = name, http, seconds
@@ -67,12 +67,12 @@ class UpdateCalls:
         await self._label("end", str(version))
 
     async def resume(self) -> None:
-        """Sampling goes on. Raises as `post`."""
+        """Has the server sample again. Raises as `post`."""
         await self._take_back("resume", _CACHE)
         await self.post("resume", "/continue_generation", {})
 
     async def post(self, step: str, path: str, body: Mapping[str, Any], seconds: float | None = None) -> None:
-        """One call.
+        """Makes one call.
 
         Raises:
             WeightSyncError: the server did not say in time that it succeeded.
