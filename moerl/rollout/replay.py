@@ -35,7 +35,7 @@ class Replayed:
 
 
 class TransformersReplay:
-    """A transformers model that is told which experts to use.
+    """A transformers model that uses the recorded experts.
 
     Args:
         model: of a Hugging Face directory.

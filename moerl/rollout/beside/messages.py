@@ -57,7 +57,7 @@ class Generate(_Message, tag="generate"):
 
 
 class Abort(_Message, tag="abort"):
-    """Finishes these rollouts with what they have."""
+    """A request to finish rollouts with what they have."""
 
     rollout_ids: list[str]
     """Rollouts of any calls; ids that are not there are ignored."""

@@ -49,7 +49,8 @@ _BEGIN_SECONDS = 300.0
 
 
 def serve(connection: socket.socket) -> int:
-    """Loads the engine that the controller describes, and samples until told to end. Returns the exit status."""
+    """Loads the engine that the controller describes, and samples until `CloseEngine` comes. Returns the exit
+    status."""
     start = decode_for_engine(receive(connection)[0])
     if isinstance(start, CloseEngine):
         return 0
@@ -99,7 +100,7 @@ class _Served:
         send(connection, encode(answer))
 
     def serve(self) -> None:
-        """Samples what is asked for, until told to end."""
+        """Samples the requests of the controller, until `CloseEngine` comes."""
         for records in self._engine.stream(self._take):
             self._tell(records)
 

@@ -13,6 +13,8 @@ from moerl.rollout.conformance.subject import CannotAskError
 
 
 class Outcome(StrEnum):
+    """Outcome of one check."""
+
     PASS = "pass"
     FAIL = "fail"
     CANNOT_ASK = "cannot be asked"

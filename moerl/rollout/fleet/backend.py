@@ -153,7 +153,7 @@ class ServerBackend(Protocol):
         """Has a request answered with what it has. A request that is not there is no error.
 
         Raises:
-            EngineError: the server could not be told.
+            EngineError: the call to the server failed.
         """
         ...
 

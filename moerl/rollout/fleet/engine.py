@@ -130,10 +130,7 @@ class FleetEngine:
         """Finishes the named rollouts of all `generate` calls (all when None).
 
         Those with a token yield what they have, with reason `abort`; the others are listed in `unfinished`. From any
-        thread; without a call it does nothing.
-
-        Raises:
-            EngineError: a server could not be told.
+        thread; without a call it does nothing. A server on which the call fails counts as failed.
         """
         for call in list(self._calls.values()):
             self._wait(self._requests.abort(call, rollout_ids))
@@ -196,7 +193,7 @@ class FleetEngine:
         everything again, and requests only once they hold what was sent.
 
         Raises:
-            WeightSyncError: no update was taken, or a tensor was sent that has no checksum.
+            WeightSyncError: no update was taken into use, or a tensor was sent that has no checksum.
         """
         self._wait(self._verify(sent))
 

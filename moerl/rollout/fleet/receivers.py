@@ -105,5 +105,5 @@ async def _close(channel: WeightChannel) -> None:
 
 
 async def _leave(channel: WeightChannel) -> None:
-    """Leaves a server, whatever it answers: one that cannot be told is gone, or will notice."""
+    """Leaves a server. Ignores errors: a server without an answer is gone, or will notice."""
     await attempt(_close, channel)

@@ -114,7 +114,7 @@ class RequestLoop:
         idle = asyncio.ensure_future(self._fleet.require_idle())
         try:
             while not idle.done():
-                # Again and again: a request may have been on its way when the server was told.
+                # Again and again: a request may have been on its way when the server got the call.
                 await self.cut_short(rollouts)
                 await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
         finally:
@@ -122,7 +122,7 @@ class RequestLoop:
             self.is_cutting = False
 
     async def cut_short(self, rollouts: Iterable[Rollout]) -> None:
-        """Has servers answer with what they have; a server that cannot be told has failed a request."""
+        """Has servers answer with what they have; a server on which that call fails counts as failed."""
         await asyncio.gather(*(self._tell(rollout) for rollout in rollouts))
 
     async def _tell(self, rollout: Rollout) -> None:

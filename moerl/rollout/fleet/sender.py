@@ -1,4 +1,4 @@
-"""One sender of weights: keeps its part of every set, and sends it to the servers that it is told.
+"""One sender of weights: keeps its part of every set, and sends it to the servers that its caller names.
 
 Runs in an event loop, one call at a time: the engine's own, or in a trainer rank that of a `ServersSink`.
 """

@@ -176,7 +176,7 @@ class Updates:
         """Takes the checksums of the set that was taken into use last.
 
         Raises:
-            WeightSyncError: no update was taken, or a tensor was sent that has none.
+            WeightSyncError: no update was taken into use, or a tensor was sent that has no checksum.
         """
         if self.held is None:
             raise WeightSyncError("weight update: none was taken", remedy="call begin_update first")

@@ -40,7 +40,12 @@ class ServerClient:
     def __init__(
         self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float, control_seconds: float
     ) -> None:
-        """timeout_seconds: longest time from asking for a response to having it. control_seconds: of other calls."""
+        """Connects to nothing yet.
+
+        Args:
+            timeout_seconds: longest time from asking for a response to having it.
+            control_seconds: longest time of other calls.
+        """
         self.http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
         self._answers = ManyAnswers(self.http, timeout_seconds)
 

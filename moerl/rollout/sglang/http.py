@@ -30,8 +30,12 @@ class SGLangHttp:
     """Connections to one server, reused between calls."""
 
     def __init__(self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float) -> None:
-        """max_connections: for requests under way together. timeout_seconds: of one call, from sending it to the last
-        byte of its answer."""
+        """Connects to nothing yet.
+
+        Args:
+            max_connections: for requests under way together.
+            timeout_seconds: of one call, from sending it to the last byte of its answer.
+        """
         self.endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         self._key, self._admin_key = (Key(key) if key else None for key in (endpoint.api_key, endpoint.admin_key))

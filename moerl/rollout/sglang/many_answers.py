@@ -123,7 +123,7 @@ class ManyAnswers:
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, asked: _Asked) -> None:
-        # One that cannot be told is found out by others: it answers what nobody reads, until it is done.
+        # A server that this fails on is found out by other calls: it answers what nobody reads, until it is done.
         with contextlib.suppress(EngineError):
             await self._http.admin("/abort_request", {"rid": asked.body["rid"]})
 

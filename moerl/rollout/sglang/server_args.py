@@ -1,4 +1,4 @@
-"""Arguments that a run passes on to its SGLang servers, held against those of the release in their environment.
+"""Arguments that a run passes on to its SGLang servers, compared with those of the release in their environment.
 
 Runs in the process that checks a run, before anything of the run starts.
 """
