@@ -16,13 +16,10 @@ TOLERANCE_NATS = 1e-4
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` where the command line is wrong; prints nothing and never exits.
-
-    Attributes:
-        takes_keys: the command takes KEY=VALUE besides its options.
-    """
+    """Parser that raises `ConfigError` if the command line is wrong; it prints nothing and never exits."""
 
     takes_keys = False
+    """True if the command takes KEY=VALUE besides its options."""
 
     def error(self, message: str) -> NoReturn:
         remedy = f"see `{self.prog} --help`"
@@ -44,7 +41,7 @@ def _meant_by(option: str, otherwise: str) -> str:
 
 
 def nats(text: str) -> float:
-    """A difference of log-probs; argparse names this function where the text is none."""
+    """Reads a difference of log-probs; argparse names this function if the text is none."""
     value = float(text)
     if not 0.0 <= value < math.inf:
         raise ValueError(text)
@@ -52,7 +49,7 @@ def nats(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A number above 0; argparse names this function where the text is none."""
+    """Reads a number above 0; argparse names this function if the text is none."""
     value = float(text)
     if not 0.0 < value < math.inf:
         raise ValueError(text)
@@ -60,7 +57,7 @@ def positive(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """A whole number above 0; argparse names this function where the text is none."""
+    """Reads a whole number above 0; argparse names this function if the text is none."""
     value = int(text)
     if value < 1:
         raise ValueError(text)
@@ -68,12 +65,12 @@ def whole(text: str) -> int:
 
 
 def gib_size(text: str) -> float:
-    """A size in GiB; argparse names this function where the text is none."""
+    """Reads a size in GiB, above 0; argparse names this function if the text is none."""
     return positive(text)
 
 
 def bandwidth(text: str) -> float:
-    """GB per second; argparse names this function where the text is none."""
+    """Reads GB per second, above 0; argparse names this function if the text is none."""
     return positive(text)
 
 
@@ -128,7 +125,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `moerl plan run`."""
+    """Adds the options of `moerl plan run`."""
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"
     )
@@ -145,14 +142,14 @@ def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def short_help(usage: str, command: CommandText, parser: argparse.ArgumentParser) -> str:
-    """The help of a command that reads no configuration."""
+    """Returns the help of a command that reads no configuration."""
     examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
     about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
     return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{options_text(parser)}"
 
 
 def options_text(parser: argparse.ArgumentParser) -> str:
-    """A line for each option."""
+    """Returns a line for each option."""
     actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
     return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))

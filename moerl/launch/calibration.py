@@ -41,27 +41,34 @@ _READ = (
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """costs: of the run. lengths: of its responses, from its dumps. step_seconds: that a step took, mean."""
+    """Costs and lengths that were read from a run."""
 
     costs: StepCosts
+    """Fitted to the metrics of the run."""
     lengths: list[int]
+    """Sampled tokens of each response in the run's dumps."""
     step_seconds: float
+    """Mean time of a step, as measured."""
     num_steps: int
+    """Steps that the costs are fitted to: all but the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """tflops: dense, in the precision of the weights. memory_gb_per_second: of its own memory. mfu: share of `tflops`
-    that training reaches. memory_gib: of its own memory."""
+    """Figures of a device, as the user gives them."""
 
     tflops: float
+    """Peak, dense, in the precision of the weights; 10**12 operations per second."""
     memory_gb_per_second: float
+    """Bandwidth of its own memory."""
     mfu: float
+    """Share of `tflops` that training reaches."""
     memory_gib: float
+    """Size of its own memory."""
 
 
 def calibrate(run_dir: Path) -> Calibration:
-    """Costs of a synchronous run whose responses were all sampled side by side.
+    """Fits the costs of a synchronous run whose responses were all sampled side by side.
 
     The time of sampling is fitted by ``decode_step * longest + decode_row * tokens + rest`` over steps, the time of
     training by ``train_token * tokens + rest``, both without negative costs. Such a run interrupts nothing: a token
@@ -101,7 +108,7 @@ def calibrate(run_dir: Path) -> Calibration:
 
 
 def fleet_of(config: RunConfig) -> SimulatedFleet:
-    """The engines of a run."""
+    """Returns the engines of a run."""
     return SimulatedFleet(max(1, config.rollout.num_servers), config.rollout.max_running)
 
 
@@ -109,7 +116,7 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
     """Returns the engines of a run with as many responses side by side as the caches of their servers hold.
 
     Args:
-        row_tokens: of a sequence on average, prompt included.
+        row_tokens: mean tokens of a sequence, prompt included.
 
     Raises:
         ConfigError: a server could not finish one response.
@@ -128,9 +135,9 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
 def estimate(
     config: RunConfig, device: Device, publish_seconds: float, *, mean_tokens: float, prompt_tokens: int
 ) -> StepCosts:
-    """Costs on devices of one kind, for trainer and engines alike.
+    """Estimates costs on devices of one kind, for trainer and engines alike.
 
-    Training: 3 forward passes' operations (a fourth where log-probs are scored before the update). Decoding: an engine
+    Training: 3 forward passes' operations (a fourth if log-probs are scored before the update). Decoding: an engine
     reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
     number.
     """
@@ -154,7 +161,8 @@ def estimate(
 
 
 def _computes_again(config: RunConfig) -> bool:
-    """Servers compute what is under way again with new weights; the embedded engine goes on with what it has."""
+    """Returns True for servers that, with new weights, compute tokens of unfinished responses again; the embedded
+    engine, and servers that are drained first, do not."""
     return not isinstance(config.rollout, EmbeddedRolloutConfig) and config.weights.interrupt != "drain"
 
 
@@ -186,7 +194,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]
 
 
 def _fit(values_N: NDArray[np.float64], *columns: NDArray[np.float64]) -> list[float]:
-    """Least squares without negative coefficients; few columns, so every choice of those above zero is tried."""
+    """Solves least squares without negative coefficients; tries every choice of columns above zero, as they are few."""
     best, found = np.inf, np.zeros(len(columns))
     for count in range(1, len(columns) + 1):
         for chosen in itertools.combinations(range(len(columns)), count):

@@ -1,4 +1,4 @@
-"""The command line of `moerl diagnose`: what was named, checked before anything heavy is imported."""
+"""The command line of `moerl diagnose`: files and models that it names are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_ROLLOUTS, DEFAULT_TOKENS = 256, 40_000
 
 
 def diagnose_parser() -> Parser:
-    """The parser of the command."""
+    """Makes the parser of the command."""
     parser = Parser(prog="moerl diagnose", add_help=False)
     parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
     parser.add_argument(
@@ -61,8 +61,8 @@ def diagnose_parser() -> Parser:
 
 
 def with_run(options: argparse.Namespace) -> argparse.Namespace:
-    """Puts the first rollouts of a run, and the weights that sampled them, in the place of a run directory that is
-    named without a model. Raises `ConfigError` if the run has not kept both."""
+    """Replaces a run directory that is named without a model by the run's first rollouts and the weights that sampled
+    them. Raises `ConfigError` if the run has not kept both."""
     folder = options.dumps[0]
     is_run = (folder / LEDGER_FILE).is_file() and (folder / "rollouts").is_dir()
     if len(options.dumps) != 1 or options.model or not is_run:
@@ -81,7 +81,7 @@ def with_run(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_arguments(options: argparse.Namespace) -> None:
-    """Raises ConfigError where something is missing or is not there."""
+    """Raises `ConfigError` if an argument is missing or wrong, a dump is not there, or a page cannot be written."""
     if not options.dumps:
         raise ConfigError(
             "diagnose: no dump", seen="none", expected="at least one file or directory", remedy=f"usage: {USAGE}"
@@ -113,7 +113,7 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 
 def _check_writable(file: Path) -> None:
-    """Raises `ConfigError` if a file cannot be written; leaves nothing. Folders that are missing are made later."""
+    """Raises `ConfigError` if a file cannot be written; leaves no file. Folders that are missing are made later."""
     folder = next(parent for parent in file.parents if parent.exists())
     reason = ""
     if file.is_dir():

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Returns True where there is nothing left to do. A run writes its summary last, and removes it where it goes on
-    after all."""
+    """Returns True if the run has nothing left to do. A run writes its summary last, and removes it if it goes on after
+    all."""
     return (config.run_dir / "summary.json").exists()
 
 
 def can_go_on(config: RunConfig) -> bool:
-    """Returns True where a checkpoint was written."""
+    """Returns True if a checkpoint was written."""
     from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
     return bool(checkpoint_names(config.run_dir / CHECKPOINTS))

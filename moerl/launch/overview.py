@@ -47,14 +47,14 @@ def summaries() -> dict[str, str]:
 
 
 def which_command(command: str, known: list[str], family: str) -> str:
-    """The remedy for an unknown command; family is empty, or the first word of commands that have two."""
+    """Returns the remedy for an unknown command. family: the first word of commands that have two, else empty."""
     near = difflib.get_close_matches(command.lower(), known, n=1)
     meant = f"did you mean `moerl {near[0]}`? " if near else ""
     return f"{meant}see `{' '.join(['moerl', *family.split()])} --help`"
 
 
 def members(family: str) -> list[str]:
-    """The commands that begin with a word of `FAMILIES`."""
+    """Returns the commands that begin with this word of `FAMILIES`."""
     return [name for name in summaries() if name.startswith(f"{family} ")]
 
 

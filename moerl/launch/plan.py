@@ -1,4 +1,5 @@
-"""``moerl plan memory``: what GPUs and hosts have to hold, before a machine is asked for. Torch-free; a login node.
+"""``moerl plan memory``: memory that a run fills on GPUs and hosts, before it asks for a machine. Torch-free; a login
+node.
 
 The numbers are worked out in `moerl.config.memory` and `moerl.config.run_memory`; this module prints them.
 """
@@ -28,7 +29,7 @@ def machine_of_plan(options: argparse.Namespace) -> Machine:
 
 
 def plan_memory(config: RunConfig, machine: Machine) -> int:
-    """Prints what the fullest GPUs and the fullest host hold; exit status 0 if all of it fits, 1 if not.
+    """Prints what the fullest GPUs and the fullest host have in memory; returns 0 if all of it fits, 1 if not.
 
     Args:
         machine: its GPUs and hosts; for a run on CPUs there are no GPUs.
@@ -109,7 +110,7 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
 
 
 def _places_table(config: RunConfig, machine: Machine) -> Table:
-    """Makes the table of what the fullest GPUs and the fullest host hold at each moment of a run."""
+    """Makes the table of what the fullest GPUs and the fullest host have in memory at each moment of a run."""
     table = Table(title="the fullest GPU of each kind, and the fullest host, GiB", title_justify="left")
     for title in ("where", "what", *MOMENTS_OF_A_RUN, "may be filled"):
         table.add_column(title, justify="left" if title in ("where", "what") else "right")

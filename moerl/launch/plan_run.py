@@ -1,4 +1,4 @@
-"""``moerl plan run``: step time, idle shares and ages with more or less staleness, before a machine is asked for.
+"""``moerl plan run``: step time, idle shares and ages with more or less staleness, before a run asks for a machine.
 
 Simulated around the queue of a run (`moerl.buffer.simulation`), with costs from `moerl.launch.calibration`. Torch-free.
 """
@@ -33,20 +33,21 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """mean_tokens: of a response; lengths are log-normal (sigma 1), cut off at `rollout.max_new_tokens`.
-    prompt_tokens: of a prompt."""
+    """Lengths of prompts and responses, if no run is read for them."""
 
     mean_tokens: float
+    """Mean of a response; lengths are log-normal (sigma 1), cut off at `rollout.max_new_tokens`."""
     prompt_tokens: int
+    """Tokens of every prompt."""
 
 
 def plan_run(
     config: RunConfig, *, run_dir: Path | None, device: Device, workload: Workload, bandwidths: Bandwidths
 ) -> int:
-    """Prints the plan; exit status 0.
+    """Prints the plan; returns exit status 0.
 
     Args:
-        run_dir: a run whose costs and lengths are taken; without one they are worked out from `device` and `workload`.
+        run_dir: run to read costs and lengths from; None = work them out from `device` and `workload`.
 
     Raises:
         ConfigError: `run_dir` cannot be used, or no engine samples.
@@ -89,7 +90,7 @@ def predict(
 
 
 def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Callable[[], int]:
-    """Draws the same lengths whenever it is asked for."""
+    """Returns a source of lengths, which begins with the same ones at each call of this function."""
     if calibration is not None:
         return drawn_from(calibration.lengths, config.seed)
     return long_tailed(workload.mean_tokens, config.rollout.max_new_tokens, config.seed)
@@ -122,7 +123,7 @@ def _table(
     lengths: Callable[[], Callable[[], int]],
     console: Console,
 ) -> Table:
-    """One row for each setting, that of the configuration marked; the same lengths in all."""
+    """Makes a row for each setting, with the same lengths in all; the setting of the configuration is bold."""
     own, per_step = config.queue_limits(), config.rl.prompts_per_step
     settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
     settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in STALENESS if staleness]

@@ -1,4 +1,4 @@
-"""``moerl plan weights``: what a weight update moves over which link, and how long that takes. Torch-free.
+"""``moerl plan weights``: bytes that each process moves in a weight update, and how long that takes. Torch-free.
 
 The schedule is that of `moerl.weights.plan`, the time that of `moerl.weights.estimate`; this module prints them.
 """
@@ -26,7 +26,7 @@ _SHOWN = 16
 
 
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
-    """Prints the plan; exit status 0. Raises `ConfigError` if no engine takes weights."""
+    """Prints the plan; returns exit status 0. Raises `ConfigError` if the run has no engine."""
     require_engine(config, "moerl plan weights")
     dims = config.parallel.dims
     plan = make_plan(model_manifest(describe_model(config), dims), PlanOptions.of(config))
@@ -64,7 +64,7 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
 
 
 def update_seconds(config: RunConfig, bandwidths: Bandwidths) -> float:
-    """How long a weight update takes, by the same plan."""
+    """Returns how many seconds a weight update takes, by the same plan."""
     plan = make_plan(model_manifest(describe_model(config), config.parallel.dims), PlanOptions.of(config))
     num_servers = _num_servers(config)
     loads = sender_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
@@ -73,13 +73,13 @@ def update_seconds(config: RunConfig, bandwidths: Bandwidths) -> float:
 
 
 def _num_servers(config: RunConfig) -> int:
-    """Servers that weights are sent to; 0 through a disk, or to an engine in the process of the one sender."""
+    """Returns how many servers weights are sent to; 0 if they go through a disk, or to the embedded engine."""
     return 0 if config.weights.transport == "disk" else config.rollout.num_servers
 
 
 def _host_copy(config: RunConfig, loads: list[SenderLoad]) -> str:
-    """Says how much host memory copies of the weights for servers that come late take: those of the sender that sends
-    most, or of the engine's process if weights go through a disk."""
+    """Says how much host memory the copies of the weights for late servers need: in the sender that sends most, or in
+    the engine's process if weights go through a disk."""
     if isinstance(config.rollout, EmbeddedRolloutConfig):
         return "host copies of the weights: none (no servers)"
     if not config.rollout.keeps_weight_copy:

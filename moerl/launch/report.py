@@ -23,7 +23,7 @@ _COMPARISON_FILE = "comparison.html"
 
 
 def report_parser() -> Parser:
-    """The parser of the command."""
+    """Makes the parser of the command."""
     parser = Parser(prog="moerl report", add_help=False)
     parser.add_argument("sources", type=Path, nargs="*", metavar="RUN_DIR")
     parser.add_argument(
@@ -41,7 +41,7 @@ def report_parser() -> Parser:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Writes the page and prints its verdict and where it is.
+    """Writes the page, and prints its verdict and its path.
 
     Raises:
         ConfigError: a source is missing, or is nothing to report on.
@@ -140,7 +140,7 @@ def _checked(output: Path) -> Path:
 
 
 def _names(sources: list[Path]) -> list[str]:
-    """Short names that differ: the directory's, and where two are equal, more of the path."""
+    """Returns short names that differ: the directory's, and more of the path if two are equal."""
     folders = [source.resolve().parent if source.is_file() else source.resolve() for source in sources]
     files = [f"/{source.name}" if source.is_file() and source.name != JSON_FILE else "" for source in sources]
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):

@@ -1,7 +1,7 @@
-"""One run directory, one run: a lock that the kernel releases however its holder ends. Torch-free.
+"""One run directory, one run: a lock that the kernel releases however its process ends. Torch-free.
 
-The process that a user started holds it, and hands it on to its ranks: the directory is free when all of them are gone.
-Whoever can open a file can hold its lock, for reading too; so the file is its owner's alone (mode 0600).
+The controller locks the directory, and its ranks inherit the lock: the directory is free when all of them are gone.
+Whoever can open a file, if only for reading, can lock it; so the file is its owner's alone (mode 0600).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moerl.errors import ConfigError, ending, undoing
 
 LOCK_FILE = "run.lock"
 WAIT_SECONDS = 0.5
-"""Time that a holder gets to be gone."""
+"""Seconds that the process with the lock gets to end."""
 LEAVING_SECONDS = 10.0
-"""Time that ranks get to be gone whose holder is: on a busy machine the kernel takes a while to free their memory."""
+"""Seconds that ranks get to end if their controller is gone: the kernel of a busy machine frees their memory slowly."""
 _POLL_SECONDS = 0.05
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 """Neither a link to another file nor a pipe: opening one of these would lock something else, or wait."""
@@ -32,9 +32,9 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[int]:
-    """Holds the lock of a run directory; yields its descriptor, for ranks to inherit.
+    """Locks a run directory inside of the `with`; yields the lock's descriptor, for ranks to inherit.
 
-    The directory is made if needed, and removed again where nothing was put into it.
+    The directory is made if needed, and removed again if nothing was put into it.
 
     Raises:
         ConfigError: another process holds the lock; nothing can be written there; its file system has no locks.
@@ -49,8 +49,8 @@ def run_lock(run_dir: Path) -> Iterator[int]:
 
 
 def _release(run_dir: Path, descriptor: int, *, is_new: bool) -> None:
-    # While the lock is held: whoever opened the file before sees that it is gone, and makes another. Where it cannot be
-    # removed, the next run locks it.
+    # Before the lock is released: whoever opened the file before sees that it is gone, and makes another. If it cannot
+    # be removed, the next run locks it.
     discard(run_dir / LOCK_FILE)
     if is_new:
         with contextlib.suppress(OSError):  # a run left its files there
@@ -59,9 +59,9 @@ def _release(run_dir: Path, descriptor: int, *, is_new: bool) -> None:
 
 
 def holder(run_dir: Path) -> str:
-    """Says which process and host hold the lock of a run directory; returns an empty text if nobody does.
+    """Says which process and host have locked a run directory; returns an empty text if nobody has.
 
-    Waits up to `LEAVING_SECONDS` for ranks whose process was just killed.
+    Waits up to `LEAVING_SECONDS` for ranks whose controller was just killed.
     """
     start = time.monotonic()
     while True:
@@ -97,14 +97,14 @@ def _acquire(run_dir: Path) -> int:
 
 
 def _try(run_dir: Path) -> int | None:
-    """The descriptor of the locked file; None where another process holds it, or removed it meanwhile."""
+    """Returns the descriptor of the locked file; None if another process has locked it, or removed it meanwhile."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
         # For writing: NFS has no exclusive lock on what is open for reading alone.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
     except FileNotFoundError:
-        # The one before removed the directory that it had made.
+        # The run before removed the directory that it had made.
         return None
     except OSError as error:
         if isinstance(error, PermissionError) or error.errno == errno.ELOOP:
@@ -123,7 +123,7 @@ def _try(run_dir: Path) -> int | None:
 
 
 def _close_to_others(descriptor: int, path: Path) -> None:
-    """Refuses a file that is not ours; takes the rights of others from one that is, and was left by an older run."""
+    """Refuses a file that is not ours; removes the rights of others from a file of ours that an older run left."""
     status = os.fstat(descriptor)
     _check_ours(path, status)
     if status.st_mode & 0o077:
@@ -131,7 +131,7 @@ def _close_to_others(descriptor: int, path: Path) -> None:
 
 
 def _check_ours(path: Path, status: os.stat_result) -> None:
-    """Raises `ConfigError` for what somebody else made, who could hold its lock."""
+    """Raises `ConfigError` if somebody else made the file, or it is no regular file: others could lock it."""
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFREG: f"another user's ({_owner(path)})"}
@@ -151,7 +151,7 @@ def _owner(path: Path) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """False where another process holds the lock."""
+    """Locks the file; returns False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -169,7 +169,7 @@ def _is_still_there(descriptor: int, path: Path) -> bool:
 
 
 def _named(run_dir: Path) -> tuple[int, str] | None:
-    """Process and host that the lock names; None where it names none yet."""
+    """Returns the process and the host that the lock file names; None if it names none yet."""
     try:
         holder = json.loads((run_dir / LOCK_FILE).read_text())
         return int(holder["pid"]), str(holder["host"])
@@ -178,8 +178,8 @@ def _named(run_dir: Path) -> tuple[int, str] | None:
 
 
 def _is_gone(run_dir: Path) -> bool:
-    """Returns whether the process that took the lock was on this host and has ended. If the lock is not free then, a
-    process that it started holds it."""
+    """Returns whether the process that locked the directory was on this host and has ended. If the lock is not free
+    then, a process that it started has it."""
     named = _named(run_dir)
     if named is None or named[1] != socket.gethostname():
         return False
@@ -203,9 +203,9 @@ def _described(run_dir: Path) -> str:
 
 
 def _kernel_names(path: Path) -> int | None:
-    """The process on this host that took the lock, as the kernel says; None where it does not, or on another host.
+    """Returns the process on this host that locked the file, as the kernel says; None if the kernel names none.
 
-    An inherited lock stays in the name of the process that took it.
+    An inherited lock stays in the name of the process that locked the file.
     """
     try:
         status, locks = path.stat(), Path("/proc/locks").read_text()

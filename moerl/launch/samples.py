@@ -20,7 +20,7 @@ SHOWN_CHARACTERS = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command line."""
+    """Makes the parser of the command."""
     made = Parser(prog="moerl samples", add_help=False)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--of", metavar="FILE", help="Parquet file in RUN_DIR; the newest by default")
@@ -35,10 +35,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_samples(options: argparse.Namespace) -> int:
-    """Prints them; status 0.
+    """Prints the chosen responses; returns exit status 0.
 
     Raises:
-        ConfigError: There is no such file, set or column.
+        ConfigError: there is no such file, set or column.
     """
     path = _file(options.run_dir, options.of)
     rows = _rows(path, options.set, options.by)
@@ -93,7 +93,7 @@ def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
 
 
 def _set_of(row: dict[str, Any]) -> str:
-    """Problem of a response: a column of a table, or of a dump the start of the prompt's id."""
+    """Returns the set of a response: a column in tables of evaluations, the start of the prompt's id in dumps."""
     return str(row.get("set") or str(row.get("prompt_id", "")).partition(":")[0])
 
 

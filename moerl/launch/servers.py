@@ -1,4 +1,4 @@
-"""Addresses of the SGLang servers of a run, before anything of the run starts. Torch-free; first process."""
+"""Addresses of the SGLang servers of a run, before anything of the run starts. Torch-free; the controller."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moerl.rollout.sglang.server import answers_health
 def listen_for_servers(
     rollout: RolloutConfig, environment: MutableMapping[str, str] = os.environ, *, host: str = LOOPBACK_ADDRESS
 ) -> None:
-    """Has process groups of this run listen where its servers are met.
+    """Sets environment variables, so that process groups of this run listen at the address that its servers can reach.
 
     Args:
-        environment: of this process; its ranks inherit it.
-        host: address of this machine for servers of our own.
+        environment: environment of this process; its ranks inherit it.
+        host: address of this machine for servers that the run starts.
 
     Raises:
         EngineError: a server file is missing or unreadable.
@@ -34,7 +34,8 @@ def listen_for_servers(
 
 
 def refuse_ended(endpoint: Endpoint) -> None:
-    """Raises `EngineError` if the process of a server of this machine is gone; a server that starts is waited for."""
+    """Raises `EngineError` if the process of a server on this machine is gone and nothing answers at its address. A
+    server that is still starting is no error."""
     parts = urlsplit(endpoint.url)
     is_here = ip_address(parts.hostname or "").is_loopback
     if is_here and endpoint.pid > 0 and not _is_running(endpoint.pid) and not answers_health(endpoint):
@@ -57,7 +58,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _met_at(endpoints: list[Endpoint]) -> str:
-    """Our own address as the first server sees it that is not on this machine's loopback."""
+    """Returns our own address as seen by the first server that is not on this machine's loopback; loopback if none is."""
     for endpoint in endpoints:
         parts = urlsplit(endpoint.url)
         host = parts.hostname or ""

@@ -26,7 +26,7 @@ _PROBE_SECONDS = 30.0
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """Exit status of one command, or of its help."""
+    """Runs one command, or prints its help; returns the exit status."""
     made = parser(command)
     if {"-h", "--help"} & set(arguments):
         usage = made.format_usage().strip()
@@ -36,7 +36,7 @@ def run(command: str, arguments: list[str]) -> int:
 
 
 def parser(command: str) -> Parser:
-    """The parser of one command."""
+    """Makes the parser of one command."""
     made = Parser(prog=f"moerl {command}", add_help=False)
     add = made.add_argument
     add("--env", type=Path, default=ENVIRONMENT, metavar="DIR", help=f"environment of the server, {ENVIRONMENT}")

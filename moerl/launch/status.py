@@ -1,4 +1,4 @@
-"""`moerl status RUN_DIR`: where a run is, while it goes on or after it ended. Reads files alone; torch-free."""
+"""`moerl status RUN_DIR`: step and state of a run, while it goes on or after its end. Reads files alone; torch-free."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moerl.reading import read_json
 
 
 def run_status(run_dir: Path, checkpoints: Callable[[Path], list[str]]) -> int:
-    """Prints what a run directory says about its run.
+    """Prints the state of a run, as its directory shows it; returns exit status 0.
 
     Args:
-        checkpoints: the names of those in a folder, the newest last.
+        checkpoints: returns the names of the checkpoints in a folder, the newest last.
 
     Raises:
-        ConfigError: it is no run directory.
-        MoerlError: its ledger cannot be read, or its sums are not right.
+        ConfigError: `run_dir` is no run directory.
+        MoerlError: its ledger cannot be read, or the sums of the ledger are not right.
     """
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(

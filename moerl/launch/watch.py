@@ -1,4 +1,4 @@
-"""`moerl watch RUN_DIR`: how a run goes, while it goes on or after it ended. Reads files alone; torch-free."""
+"""`moerl watch RUN_DIR`: steps and alerts of a run, while it goes on or after its end. Reads files; torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLL_SECONDS = 1.0
 
 
 def watch(arguments: list[str]) -> int:
-    """The command. Exit code 0.
+    """Runs the command; returns exit status 0.
 
     Raises:
         ConfigError: there is no run. MoerlError: its files cannot be read.
@@ -47,7 +47,7 @@ def watch(arguments: list[str]) -> int:
 
 
 def run_watch(run_dir: Path, console: Console, *, once: bool, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Shows a run until it ends, or Ctrl-C comes; as it is now where `once`.
+    """Shows a run until it ends or Ctrl-C comes; with `once`, shows it as it is now and returns.
 
     Raises:
         ConfigError, MoerlError: as `watch`.
@@ -75,7 +75,7 @@ def _show_live(run_dir: Path, tail: RowTail, console: Console, sleep: Callable[[
     with Live(console=console, auto_refresh=False) as live:
         is_running = True
         while is_running:
-            # Looked at first: rows that came before the end are shown, too.
+            # Before the rows are read: those that came before the end are shown, too.
             is_running = bool(holder(run_dir))
             _poll(tail)
             lines = screen(_look(run_dir, tail.rows), Size(console.width, console.height))
@@ -85,7 +85,7 @@ def _show_live(run_dir: Path, tail: RowTail, console: Console, sleep: Callable[[
 
 
 def _show_lines(run_dir: Path, tail: RowTail, console: Console, sleep: Callable[[float], None]) -> None:
-    """The screen once, then a line for each step and each new alert."""
+    """Prints the screen once, then a line for each step and each new alert."""
     announcer, last, is_running = Announcer(), 0, True
     _poll(tail)
     _print(console, screen(_look(run_dir, tail.rows), Size(console.width)))

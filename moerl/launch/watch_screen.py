@@ -15,10 +15,10 @@ from moerl.telemetry.metrics import SCORERS
 from moerl.telemetry.progress import STAGE_TITLES, duration_text
 
 SHOWN_ROWS = 8
-"""Steps of the table, where the terminal is high enough."""
+"""Most rows of the table of steps."""
 _LEAST_ROWS = 2
 _PACE_ROWS = 20
-"""Steps that the time left is estimated from."""
+"""Newest steps that the time left is estimated from."""
 _LABEL = 13
 """Characters in front of the text of a line."""
 _QUARANTINED, _SPEED = "quarantine/count", "throughput/tokens_per_second"
@@ -26,21 +26,26 @@ _QUARANTINED, _SPEED = "quarantine/count", "throughput/tokens_per_second"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Contents of a run directory. rows: of metrics.jsonl. ledger: None before the first step. steps: planned, 0 where
-    not known. state: running, finished or stopped, for people."""
+    """Contents of a run directory at one moment."""
 
     rows: Sequence[Mapping[str, Any]]
+    """Rows of metrics.jsonl, of all stages."""
     ledger: Ledger | None
+    """Counts of rollouts; None before the first step."""
     steps: int
+    """Planned steps of RL; 0 = not known."""
     state: str
+    """Text that begins with running, finished or stopped, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of the terminal: columns, and lines, None where the screen scrolls."""
+    """Size of the terminal, in characters."""
 
     columns: int
+    """Characters of a line."""
     lines: int | None = None
+    """Lines of the screen; None = output that scrolls, of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,8 @@ _TABLE_LEGEND = (
 
 
 def screen(snapshot: Snapshot, size: Size) -> list[str]:
-    """Returns the state of a run, its alerts, its last steps and the legend, line by line, none wider than the terminal
-    but for words that are."""
+    """Returns the state of a run, its alerts, its last steps and the legend, line by line. No line is wider than the
+    terminal, unless a single word is."""
     steps = steps_of(snapshot.rows)
     alerts = active_alerts(snapshot.rows)
     top = [*_state(snapshot, steps, size), *_alerts([f"ALERT: {alert}" for alert in alerts], size)]
@@ -106,7 +111,7 @@ def screen(snapshot: Snapshot, size: Size) -> list[str]:
 
 
 def step_line(row: Mapping[str, Any]) -> str:
-    """Returns one step on one line of a log; what it has not is left out."""
+    """Returns one step on one line of a log; figures that the row lacks are left out."""
     figures = [f"{c.title} {c.format.format(row[c.metric])}" for c in (*_COLUMNS, *_LINES) if c.metric in row]
     return f"step {row['step']}  " + "  ".join(figures)
 
@@ -117,7 +122,7 @@ def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def state_lines(state: str, size: Size) -> list[str]:
-    """Returns whether the run goes on."""
+    """Returns the lines that say whether the run goes on."""
     return _line("state", state, size)
 
 
@@ -187,7 +192,7 @@ def _shown_columns(rows: Sequence[Mapping[str, Any]]) -> list[_Column]:
 
 
 def _mismatch_table(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """The newest one: sampler and trainer with more or less of the record enforced."""
+    """Returns the newest table of mismatches: sampler and trainer with more or less of the record enforced."""
     names = {scorer: f"mismatch/{scorer}/logprob_abs_mean" for scorer in SCORERS}
     row = next((row for row in reversed(steps) if all(name in row for name in names.values())), None)
     if row is None:
@@ -198,7 +203,7 @@ def _mismatch_table(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]
 
 
 def _legend(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """Meaning of the words of the table of steps."""
+    """Returns the meaning of the words of the table of steps."""
     words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
     return ["", *_wrapped("; ".join(words), size, "")] if words else []
 
@@ -208,7 +213,7 @@ def _line(label: str, text: str, size: Size) -> list[str]:
 
 
 def _wrapped(text: str, size: Size, indent: str) -> list[str]:
-    """Whole words: a path or a command that is longer than the terminal is not cut."""
+    """Wraps a text between words: a path or a command that is longer than a line is not cut."""
     return textwrap.wrap(
         text,
         size.columns,

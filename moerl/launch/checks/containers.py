@@ -1,4 +1,4 @@
-"""Looks at the container of a job, from where the job is submitted. Torch-free; starts `srun --help` alone."""
+"""Looks at the container of a job, from the machine that submits the job. Torch-free; starts `srun --help` alone."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ def look_at_container(facts: Facts) -> str | Note:
         raise ConfigError(
             "container.runtime of the site file: this SLURM has no pyxis",
             seen=f"`srun --help` does not list {PYXIS_OPTION}",
-            expected="the plugin pyxis, where the job is submitted and on its nodes",
+            expected="the plugin pyxis, on the machine that submits the job and on its nodes",
             remedy="set runtime to enroot or apptainer, or ask whoever runs this cluster for pyxis",
         )
     if isinstance(pyxis, str):
         return Note(
-            f"cannot be asked for pyxis: {pyxis}", f"`srun --help` with {PYXIS_OPTION}", "run this where SLURM is"
+            f"cannot be asked for pyxis: {pyxis}",
+            f"`srun --help` with {PYXIS_OPTION}",
+            "run this on a machine of SLURM",
         )
     hidden = [str(path) for path in _read(facts.config) if not any(path.is_relative_to(each) for each in facts.shown)]
     if hidden:
@@ -65,7 +67,7 @@ def look_at_container(facts: Facts) -> str | Note:
 
 
 def _read(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Yields folders on the node that a run reads its model and data sets of the hub from."""
+    """Yields the folders, on the node, from which a run reads its model and data sets of the hub."""
     of_hub = hub_model(config.model)
     if of_hub is not None:
         yield of_hub.folder

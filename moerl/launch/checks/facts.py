@@ -21,30 +21,38 @@ DOORS: tuple[Door, ...] = ("train", "doctor", "dry run", "plan")
 
 @dataclass(slots=True)
 class Facts:
-    """Facts that checks look at; `close` it.
-
-    machine, num_gpus, num_cores: of all nodes; None = not known. unknown: why the machine is not known. fetches:
-    weights of a model of the hub may be fetched now. container, python: of the nodes, if this process has others.
-    runtime, shown: of the container: its kind, and folders that it shows at their own place.
-    as_written: `rollout.environment` as the user wrote it. node_variables: environment variables of the job.
-    grace_seconds: between the signal to stop and the end of the run. disk_rate: bytes per second at the run directory.
-    """
+    """Facts that checks look at. Whoever makes them calls `close`."""
 
     door: Door
+    """Command that asks."""
     config: RunConfig
+    """Resolved configuration of the run."""
     machine: Machine | None = None
+    """Memory and GPUs of all nodes; None = not known."""
     num_gpus: int | None = None
+    """GPUs of all nodes; None = not known."""
     num_cores: int | None = None
+    """CPU cores of all nodes; None = not known."""
     unknown: str = ""
+    """Reason, for people, why the machine or its GPUs are not known."""
     fetches: bool = False
+    """True if weights of a model of the hub may be fetched now."""
     container: str = ""
+    """Container of the nodes' commands, for people; empty = none."""
     runtime: str = ""
+    """Kind of the container: enroot, apptainer or pyxis; empty = none."""
     shown: tuple[Path, ...] = ()
+    """Folders that the container shows at their own place."""
     python: str = ""
+    """Interpreter of the nodes, for people; empty = that of this process."""
     as_written: str = ""
+    """`rollout.environment` as the user wrote it."""
     node_variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables that the site file sets for the job."""
     grace_seconds: float | None = None
+    """Seconds between the signal to stop and the end of the run; None = no limit."""
     disk_rate: float | None = None
+    """Bytes per second of one writer at the run directory; None = not measured."""
     _task: Task | None = None
 
     def task(self) -> Task:
@@ -77,5 +85,5 @@ def facts_of_train(config: RunConfig) -> Facts:
 
 
 def host_bytes() -> int:
-    """Returns the memory of this machine."""
+    """Returns the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,16 +17,20 @@ _DEVICE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver's tool lists it. Memory in MiB."""
+    """A GPU as the driver's tool lists it."""
 
     name: str
+    """Product name, for example NVIDIA H100 80GB HBM3."""
     driver: str
+    """Version of the driver."""
     total_mib: float
+    """Its memory, in MiB."""
     used_mib: float
+    """Memory that processes use now, in MiB."""
 
 
 def query_gpus(command: Sequence[str] = _QUERY) -> list[Gpu] | str:
-    """The GPUs that the driver's tool lists, none where there is no tool; a text where the tool fails."""
+    """Returns the GPUs that the driver's tool lists, none if there are neither tool nor driver; a text if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
     except FileNotFoundError:

@@ -30,11 +30,14 @@ HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Worth knowing, and no fault: mostly what cannot be seen from here."""
+    """Finding that is worth knowing, and no fault: mostly of things that cannot be seen from here."""
 
     seen: str
+    """Sentence on the state that the look found."""
     expected: str
+    """State in which there would be no note."""
     remedy: str
+    """Advice to the user; may say that nothing has to be done."""
 
 
 def look_at_keys(facts: Facts) -> str:
@@ -56,7 +59,7 @@ def look_at_command(facts: Facts) -> str:
 
 
 def look_at_model(facts: Facts) -> str | Note:
-    """Checks files and tensors of the model, and its tokenizer; fetches weights of the hub where that is allowed."""
+    """Checks files and tensors of the model, and its tokenizer; fetches weights of the hub if that is allowed."""
     model = facts.config.model
     of_hub = hub_model(model)
     missing = [] if of_hub is None or facts.fetches else missing_weights(of_hub.folder)
@@ -71,7 +74,7 @@ def look_at_model(facts: Facts) -> str | Note:
 
 
 def look_at_cache(facts: Facts) -> str:
-    """Checks that this process fetches to where the nodes look."""
+    """Checks that this process fetches into the folders that the nodes look in."""
     config = facts.config
     if config.model.hub is None and not config.task.hub_sets:
         return "nothing comes from the hub"
@@ -79,7 +82,7 @@ def look_at_cache(facts: Facts) -> str:
         there, here = facts.node_variables.get(name), os.environ.get(name)
         if there is not None and there != here:
             raise ConfigError(
-                f"{name}: the job looks for what comes from the hub where it is not fetched to",
+                f"{name}: the job looks for files of the hub in another folder than they are fetched to",
                 seen=f"{name}={here or ''} here, {there} in the job (environment of --site)",
                 expected="the same folder, on a file system that the nodes share",
                 remedy=f"export {name}={there} before `moerl launch slurm`",
@@ -167,7 +170,8 @@ def look_at_environment(facts: Facts) -> str | Note:
 
 
 def _unseen_environment(facts: Facts, environment: Path) -> Note:
-    """An environment that only the nodes can have; one that is not written as an absolute path is nowhere."""
+    """Returns a note on an environment that only the nodes can have. Raises `ConfigError` if it is not written as an
+    absolute path."""
     where = f"in {facts.container}" if facts.container else "on the nodes alone"
     if not Path(facts.as_written).is_absolute():
         raise ConfigError(

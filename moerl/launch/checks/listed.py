@@ -1,7 +1,7 @@
-"""The one list of checks of a run, and who takes which. Torch-free; login-node safe.
+"""The one list of checks of a run, and which command runs which of them. Torch-free; login-node safe.
 
 `moerl train` and `moerl launch slurm` end at the first that fails; `moerl doctor` and `moerl plan memory` show all.
-What a command cannot know it does not take; what it cannot see from here it says by name, as a note.
+A command leaves out checks of things that it cannot know; a check of things that it cannot see from here is a note.
 
 `python -m moerl.launch.checks.listed` prints the table of docs/doctor.md.
 """
@@ -23,19 +23,20 @@ _STARTED: tuple[Door, ...] = ("train", "doctor", "dry run")
 
 @dataclass(frozen=True, slots=True)
 class RunCheck:
-    """One check.
-
-    looks_at, cost: for the documentation. doors: commands that can know it. look: returns a line on what it saw or a
-    note, and raises what a run could not work with. after: a check without which this one would fail for the same
-    reason.
-    """
+    """One check of a run."""
 
     name: str
+    """Name that users see; no other check has it."""
     looks_at: str
+    """Objects of the check, for the documentation."""
     doors: tuple[Door, ...]
+    """Commands that run the check."""
     cost: str
+    """Files and programs that the check needs, for the documentation."""
     look: Callable[[Facts], str | Note]
+    """Returns a line on what it saw, or a note; raises `MoerlError` if a run could not work."""
     after: str = ""
+    """Name of an earlier check; if that one fails, this one is left out, as it would fail for the same reason."""
 
 
 CHECKS = (
@@ -93,7 +94,7 @@ CHECKS = (
     ),
     RunCheck(
         "cache of the hub",
-        "the job looks for models and data sets of the hub where this process fetches them to",
+        "the job looks for models and data sets of the hub in the folder that this process fetches them to",
         ("dry run",),
         "none",
         inputs.look_at_cache,
@@ -129,17 +130,17 @@ CHECKS = (
         after="data",
     ),
 )
-"""In order: what costs nothing comes first, so that nothing is fetched for a run that does not fit."""
+"""All checks, in order: those that cost nothing come first, so that nothing is fetched for a run that does not fit."""
 
 
 def refuse(facts: Facts) -> list[str]:
-    """Takes the checks of a command, up to the first that fails; closes the facts.
+    """Runs the checks of a command, up to the first that fails; closes the facts.
 
     Returns:
         Notes for people, a line each.
 
     Raises:
-        MoerlError: of the first check that fails.
+        MoerlError: the error of the first check that fails.
     """
     notes: list[str] = []
     with closing(facts):
@@ -151,7 +152,7 @@ def refuse(facts: Facts) -> list[str]:
 
 
 def look(facts: Facts) -> list[Check]:
-    """Takes all checks of a command, and returns what each found; closes the facts."""
+    """Runs all checks of a command, and returns what each found; closes the facts."""
     found: list[Check] = []
     failed: set[str] = set()
     with closing(facts):

@@ -11,27 +11,30 @@ from moerl.printable import printable
 
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
-"""In order, the worst last."""
+"""All levels, the worst last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One look.
-
-    level: green = as it should be; yellow = a run works, and something is worth knowing; red = a run fails or cannot be
-    trusted. remedy: what to do, empty where it is green.
-    """
+    """Outcome of one look."""
 
     area: str
+    """Group of looks that it is shown with."""
     name: str
+    """Name of the look within its area."""
     level: Level
+    """green = as it should be; yellow = a run works, and something is worth knowing; red = a run fails or cannot be
+    trusted."""
     seen: str
+    """State that the look found."""
     expected: str = ""
+    """State that would be green; empty if it is."""
     remedy: str = ""
+    """Advice to the user; empty if it is green."""
 
 
 def green(area: str, name: str, seen: str) -> Check:
-    """All is well."""
+    """Makes the outcome of a look that found all well."""
     return Check(area, name, "green", printable(seen))
 
 
@@ -42,6 +45,6 @@ def fault(level: Level, area: str, name: str, error: MoerlError) -> Check:
 
 
 def worst(checks: Iterable[Check]) -> Level:
-    """The worst level, green of none."""
+    """Returns the worst level; green for no checks."""
     levels = [check.level for check in checks]
     return "red" if "red" in levels else "yellow" if "yellow" in levels else "green"

@@ -52,7 +52,7 @@ def look_at_devices(facts: Facts) -> str | Note:
 
 
 def look_at_nodes(facts: Facts) -> str:
-    """Looks whether each server finds its GPUs on one node."""
+    """Checks that each server finds its GPUs on one node."""
     rollout, machine = facts.config.rollout, facts.machine
     if not isinstance(rollout, SGLangRolloutConfig):
         return "the run starts no SGLang servers"

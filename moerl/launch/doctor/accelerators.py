@@ -30,18 +30,23 @@ _ENGINES = ("transformer-engine", "transformer-engine-torch")
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """Facts that torch reports about itself. cuda, nccl: versions, None if it was built without. gpus: number that it
-    can use."""
+    """Facts that torch reports about itself."""
 
     version: str
+    """Version with its local part, for example 2.9.0+cpu."""
     cuda: str | None
+    """Version of CUDA; None if torch was built without it."""
     nccl: str | None
+    """Version of NCCL; None if torch was built without it."""
     gpus: int
+    """GPUs that torch can use."""
     gloo: bool
+    """True if torch was built with gloo."""
 
 
 def accelerator_checks(gpus: Sequence[Gpu] | str, torch: Torch | str, installed: Mapping[str, str]) -> list[Check]:
-    """All looks at GPUs and what drives them. gpus, torch: or why they could not be asked."""
+    """Returns the looks at GPUs and at the libraries that use them. gpus, torch: a text says why they could not be
+    asked."""
     if isinstance(torch, str):
         remedy = f"run `{sys.executable} -c 'import torch'` and mend what it says; `make setup` installs it"
         failed = Check(AREA, "torch", "red", torch, "a process that imports torch", remedy)
@@ -55,7 +60,7 @@ def accelerator_checks(gpus: Sequence[Gpu] | str, torch: Torch | str, installed:
 
 
 def ask_torch(python: str = sys.executable) -> Torch | str:
-    """Torch as a process of `python` sees it; a text where it cannot be imported."""
+    """Returns torch as a process of `python` sees it; a text if it cannot be imported."""
     try:
         done = subprocess.run(
             [python, "-W", "ignore", "-c", _PROBE], capture_output=True, text=True, timeout=TORCH_SECONDS, cwd="/"
@@ -69,7 +74,7 @@ def ask_torch(python: str = sys.executable) -> Torch | str:
 
 
 def check_gpus(gpus: Sequence[Gpu] | str, torch: Torch | None) -> Check:
-    """GPUs of the machine, and whether torch can use them."""
+    """Checks that torch can use the GPUs of the machine, and that nobody else does."""
     if isinstance(gpus, str):
         remedy = "mend the NVIDIA driver, until `nvidia-smi` lists the GPUs"
         return Check(AREA, "GPUs", "red", gpus, "GPUs that the driver lists", remedy)
@@ -95,22 +100,22 @@ def check_gpus(gpus: Sequence[Gpu] | str, torch: Torch | None) -> Check:
 
 
 def check_collectives(gpus: Sequence[Gpu] | str, torch: Torch) -> Check:
-    """NCCL between GPUs, gloo between CPUs."""
+    """Checks that torch was built with NCCL for GPUs, and with gloo for CPUs."""
     if gpus and torch.nccl is None:
         return Check(AREA, "NCCL", "red", "torch was built without it", "NCCL", "install torch built for CUDA")
     if not torch.gloo:
         return Check(AREA, "gloo", "red", "torch was built without it", "gloo", "install torch of PyTorch's own index")
     if not gpus:
-        return green(AREA, "NCCL", "not needed on CPUs, where gloo does its work")
+        return green(AREA, "NCCL", "not needed on CPUs: gloo does its work")
     return green(AREA, "NCCL", f"{torch.nccl}")
 
 
 def check_transformer_engine(gpus: Sequence[Gpu] | str, installed: Mapping[str, str]) -> Check:
-    """Megatron's layers are Transformer Engine's where there is CUDA."""
+    """Checks that Transformer Engine is installed on a machine with GPUs: Megatron's layers there are its layers."""
     found = [f"{name} {installed[name]}" for name in _ENGINES if name in installed]
     if found:
         return green(AREA, "Transformer Engine", ", ".join(found))
     if not gpus:
         return green(AREA, "Transformer Engine", "absent; CPU machines need none")
     remedy = "`make gpu` in a checkout, or pip install --no-build-isolation 'moerl[gpu]'"
-    return Check(AREA, "Transformer Engine", "red", "absent", "installed, where there are GPUs", remedy)
+    return Check(AREA, "Transformer Engine", "red", "absent", "installed on machines with GPUs", remedy)

@@ -1,4 +1,4 @@
-"""The command line of `moerl doctor`, and which looks it takes. Torch-free; the process that a user started."""
+"""The command line of `moerl doctor`, and the looks that it makes. Torch-free; the process that a user started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _LARGEST_PORT = 65535
 
 
 def doctor(arguments: list[str]) -> int:
-    """The command. Exit status 1 where a look is red, else 0. Raises `ConfigError` where the command line is wrong."""
+    """Runs the command. Returns exit status 1 if a look is red, else 0. Raises `ConfigError` if the command line is
+    wrong."""
     if {"-h", "--help"} & set(arguments):
         print(short_help(USAGE, DOCTOR, parser()))
         return 0
@@ -46,13 +47,13 @@ def doctor(arguments: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The parser of the command."""
+    """Makes the parser of the command."""
     made = Parser(prog="moerl doctor", add_help=False)
     made.takes_keys = True
     add = made.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
-    add("--runs", type=Path, metavar="DIR", help="where runs are written; of the run's run_dir, or runs")
+    add("--runs", type=Path, metavar="DIR", help="folder where runs are written; of the run's run_dir, or runs")
     add("--env", type=Path, metavar="DIR", help=f"an SGLang environment; {ENVIRONMENT} if no run has one")
     add("--port", type=int, action="append", default=[], metavar="N", help="look whether this port is free, too")
     add("--shared", type=Path, metavar="DIR", help="folder that all nodes should see; run this on each of them")
@@ -76,14 +77,14 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
-    """Packages, accelerators, servers and keys."""
+    """Looks at packages, accelerators, servers and keys."""
     home, hub = Path.home(), os.environ.get("HF_HOME")
     files = servers.token_files(home, Path(hub) if hub else None)
     named = options.env or (None if config is not None and _starts_servers(config) else ENVIRONMENT)
     return [
         *packages.package_checks(),
         *accelerators.accelerator_checks(gpus, accelerators.ask_torch(), packages.installed_versions()),
-        # That of a run is looked at with the run.
+        # The environment that a run names is looked at with the run.
         *([] if named is None else [servers.check_environment(named.resolve(), has_gpus=bool(gpus))]),
         servers.check_server_files(servers.server_files(_runs(options, config))),
         servers.check_token_files(files),
@@ -92,8 +93,8 @@ def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: l
 
 
 def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
-    """Ports, disk, and what the run needs."""
-    # Those that are kept, and one more that is being written.
+    """Looks at ports and disk, and, if the command line names a run, at what the run needs."""
+    # The checkpoints that are kept, and one more that is being written.
     needed = None if config is None else float(checkpoint_bytes(config)) * (config.checkpoint.keep + 1)
     found, rate = machine.machine_checks(_runs(options, config), options.port, needed)
     if config is None:
@@ -102,7 +103,7 @@ def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[G
     if isinstance(gpus, str):
         facts.unknown = f"GPUs cannot be counted: {gpus}"
         return found + look(facts)
-    # Other nodes of the look are taken to be like this one.
+    # Other nodes are assumed to be like this one.
     nodes = options.nodes if config.launch.on == "ray" else 1
     smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
     facts.machine = Machine(smallest, len(gpus), nodes, host_bytes())
@@ -130,5 +131,5 @@ def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.env
 
 
 def _runs(options: argparse.Namespace, config: RunConfig | None) -> Path:
-    """The folder of runs."""
+    """Returns the folder of runs."""
     return (options.runs or (Path("runs") if config is None else config.run_dir.parent)).resolve()

@@ -21,17 +21,17 @@ from moerl.launch.checks.outcome import Check, Level, green
 AREA = "machine"
 MIB, GIB = 2**20, 2**30
 LEAST_BYTES, ENOUGH_BYTES = GIB, 10 * GIB
-"""Room at the run root under which a run is refused, or worth a note, where nothing says what the run needs."""
+"""Room at the run root under which a look is a fault, or a note, if no run says how much it needs."""
 PROBE_BYTES = 64 * MIB
 SLOW_DISK, SLOW_LOOPBACK = 50e6, 200e6
-"""Bytes per second under which checkpoints, and processes that talk to each other, wait for it."""
+"""Bytes per second under which checkpoints wait for the disk, and processes for each other's messages."""
 FEW_PORTS = 1000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHUNK = bytes(MIB)
 
 
 def check_port_range(text: str) -> Check:
-    """The ports that the kernel gives to who asks for any, as `ip_local_port_range` says; and that one can be had."""
+    """Checks that the kernel gives out enough ports, and that one of them can be reached. text: as `port_range`."""
     name = "loopback ports"
     first, last = map(int, text.split())
     try:
@@ -47,7 +47,7 @@ def check_port_range(text: str) -> Check:
 
 
 def port_range() -> str:
-    """Text of the kernel's range; the widest where it says none."""
+    """Returns the kernel's first and last port for sockets that ask for any, as text; the widest if it says none."""
     return _RANGE.read_text() if _RANGE.is_file() else "1024 65535"
 
 
@@ -66,7 +66,7 @@ def check_port(port: int, host: str = "127.0.0.1") -> Check:
 
 
 def check_room(folder: Path, needed_bytes: float | None = None) -> Check:
-    """Room for checkpoints, the journal and dumps where runs are written. needed_bytes: as worked out for a run."""
+    """Checks the room for checkpoints, journal and dumps at the folder of runs. needed_bytes: of a run; None = unknown."""
     name = "room for runs"
     usage = shutil.disk_usage(existing(folder))
     status = os.statvfs(existing(folder))
@@ -124,7 +124,7 @@ def check_disk(folder: Path, num_bytes: int = PROBE_BYTES) -> tuple[Check, float
 
 
 def check_loopback(num_bytes: int = PROBE_BYTES) -> Check:
-    """Sends bytes to this process itself over 127.0.0.1; the rate."""
+    """Measures the rate of bytes that this process sends to itself over 127.0.0.1."""
     try:
         rate = _loopback_rate(num_bytes)
     except OSError as error:
@@ -141,7 +141,7 @@ def check_slurm(pyxis: bool | str) -> Check:
 
 
 def judge_rate(name: str, bytes_per_second: float, slow: float, remedy: str) -> Check:
-    """A measured rate; slow is worth a note and never a fault, because load passes."""
+    """Judges a measured rate: a slow one is worth a note and never a fault, because load passes."""
     seen = f"{bytes_per_second / 1e6:,.0f} MB/s"
     if bytes_per_second < slow:
         return Check(AREA, name, "yellow", seen, f"{slow / 1e6:,.0f} MB/s", remedy)
@@ -152,7 +152,7 @@ def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | Non
     """Returns all looks at ports, disk, loopback and SLURM if it is here, and the rate of the disk as `check_disk`.
 
     Args:
-        folder: where runs are written.
+        folder: folder where runs are written.
     """
     disk, rate = check_disk(folder)
     room = [check_room(folder, needed_bytes), check_locks(folder), disk]
@@ -161,7 +161,7 @@ def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | Non
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there: that of a run is made when it starts."""
+    """Returns the folder, or the nearest above it that exists: the folder of a run is made when the run starts."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -174,7 +174,7 @@ def _probe_file(folder: Path) -> Iterator[Path]:
 
 
 def _loopback_rate(num_bytes: int) -> float:
-    """Bytes per second from one thread to another. Raises OSError."""
+    """Returns bytes per second from one thread to another. Raises OSError."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname(), num_bytes))
         sender.start()

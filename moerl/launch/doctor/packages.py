@@ -30,7 +30,7 @@ _BESIDE: str = canonicalize_name(Requirement(BRIDGE).name)
 
 
 def package_checks() -> list[Check]:
-    """All looks at the packages of this process's environment."""
+    """Looks at the packages of this process's environment."""
     installed, requirements = installed_versions(), own_requirements()
     lock = shipped_folder("requirements") / LOCK
     return [
@@ -42,7 +42,7 @@ def package_checks() -> list[Check]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version of every installed distribution, by normalised name; the one that an import finds first."""
+    """Returns the version of every installed distribution, by normalised name; the one that an import finds first."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -70,7 +70,7 @@ def read_pins(project: Path) -> list[str]:
 
 
 def read_lock(lock: Path) -> dict[str, str]:
-    """Version by normalised name, of entries whose marker holds here."""
+    """Returns versions by normalised name, of entries whose marker is true here."""
     found: dict[str, str] = {}
     for line in lock.read_text().splitlines():
         entry = _ENTRY.match(line)
@@ -83,7 +83,7 @@ def read_lock(lock: Path) -> dict[str, str]:
 
 
 def exact_names(requirements: Sequence[str]) -> set[str]:
-    """Packages of which exactly one version will do."""
+    """Returns the packages of which exactly one version will do."""
     pinned = {
         canonicalize_name(each.name)
         for each in map(Requirement, requirements)
@@ -93,7 +93,7 @@ def exact_names(requirements: Sequence[str]) -> set[str]:
 
 
 def check_python(version: tuple[int, int]) -> Check:
-    """The interpreter: of the one version that Megatron-Bridge runs on."""
+    """Checks that the interpreter has the one version that Megatron-Bridge runs on."""
     seen = ".".join(map(str, version))
     if version == (3, 12):
         return green(AREA, "Python", seen)
@@ -102,7 +102,7 @@ def check_python(version: tuple[int, int]) -> Check:
 
 
 def check_pins(requirements: Sequence[str], installed: Mapping[str, str]) -> Check:
-    """Every package that moerl asks for is there, at a version that it takes."""
+    """Checks that every package that moerl asks for is installed, at a version that moerl accepts."""
     asked = map(Requirement, [*requirements, BRIDGE])
     wrong = [each for each in asked if _applies(each) and not _is_met(each, installed)]
     if not wrong:
@@ -113,8 +113,8 @@ def check_pins(requirements: Sequence[str], installed: Mapping[str, str]) -> Che
 
 
 def check_chain(requirements: Sequence[str], installed: Mapping[str, str]) -> Check:
-    """The same for what these packages ask for in turn; Megatron-Bridge's list is left out, as CUDA-only packages are
-    in it."""
+    """Checks the packages that moerl's packages ask for in turn; Megatron-Bridge's list is left out, as CUDA-only
+    packages are in it."""
     wrong: dict[str, Requirement] = {}
     names = set[tuple[str, frozenset[str]]]()
     ahead = [(canonicalize_name(each.name), frozenset(each.extras)) for each in map(Requirement, requirements)]
@@ -133,7 +133,8 @@ def check_chain(requirements: Sequence[str], installed: Mapping[str, str]) -> Ch
 
 
 def check_lock(lock: Path, installed: Mapping[str, str], exact: set[str]) -> Check:
-    """Installed versions against the lock file. exact: packages where another version is a fault, not a note."""
+    """Compares installed versions with the lock file. exact: packages of which another version is a fault, not a
+    note."""
     if not lock.is_file():
         return green(AREA, "lock file", f"none at {lock}: a wheel carries none; compared with the wheel's pins alone")
     locked = read_lock(lock)
@@ -147,7 +148,7 @@ def check_lock(lock: Path, installed: Mapping[str, str], exact: set[str]) -> Che
         "red" if exact & set(other) else "yellow",
         ", ".join(f"{name} {installed[name]}" for name in other),
         ", ".join(f"{name} {locked[name]}" for name in other) + f", as {lock.name} says",
-        "`make setup`, which installs from the lock; or `make lock`, where other versions are meant",
+        "`make setup`, which installs from the lock; or `make lock`, if other versions are meant",
     )
 
 
@@ -173,7 +174,8 @@ def _is_met(requirement: Requirement, installed: Mapping[str, str]) -> bool:
 
 
 def _same(installed: str, locked: str) -> bool:
-    """Equal but for a local part (``2.13.0+cpu``), which says how a package was built."""
+    """Returns True for versions that are equal but for a local part (``2.13.0+cpu``), which says how a package was
+    built."""
     try:
         return Version(installed).public == Version(locked).public
     except InvalidVersion:

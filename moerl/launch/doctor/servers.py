@@ -26,11 +26,12 @@ PROGRAMS = re.compile(r"(?:^|/)(moerl|sglang|raylet|gcs_server)(?:$|[.:])|^(ray)
 """Pattern of programs whose sockets are checked, in a word of a command line; the group is the program's name."""
 
 LAUNCHERS = ("srun", "mpirun", "ssh")
-"""Listen themselves, for the processes that they start."""
+"""Programs that listen themselves, for the processes that they start."""
 
 
 def check_environment(environment: Path, *, has_gpus: bool) -> Check:
-    """The environment of SGLang servers if no run asks for one: a missing one is no fault, a broken one a note."""
+    """Checks the environment of SGLang servers if no run asks for one: a missing one is no fault, a broken one a
+    note."""
     name = "SGLang environment"
     if not environment.exists():
         return green(AREA, name, f"none at {environment}; rollout=sglang alone needs one")
@@ -47,7 +48,7 @@ def check_environment(environment: Path, *, has_gpus: bool) -> Check:
 
 
 def check_server_files(files: Iterable[Path]) -> Check:
-    """Files with addresses and keys of servers: both keys set, readable by their owner alone."""
+    """Checks that files with addresses and keys of servers have both keys, and that their owner alone can read them."""
     name, wrong, here = f"{ENDPOINT_FILE} files", list[EngineError](), [*files]
     for file in here:
         try:
@@ -66,7 +67,7 @@ def server_files(folder: Path) -> list[Path]:
 
 
 def check_token_files(files: Sequence[Path]) -> Check:
-    """Files with tokens of services: for their owner alone."""
+    """Checks that their owner alone can read files with tokens of services."""
     there = [file for file in files if file.is_file()]
     wide = [(file, status) for file in there if not is_private(status := file.stat())]
     if wide:
@@ -89,12 +90,16 @@ def token_files(home: Path, hub: Path | None) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A process that listens, and the address."""
+    """A listening TCP socket, and its process."""
 
     pid: int
+    """Process that has the socket open."""
     program: str
+    """Name of its program, as `PROGRAMS` finds it."""
     host: str
+    """IPv4 or IPv6 address; 0.0.0.0 or :: = all addresses of the machine."""
     port: int
+    """TCP port."""
 
 
 def check_binds(listeners: Iterable[Listener], *, others_are_used: bool = True) -> Check:
@@ -115,7 +120,7 @@ def check_binds(listeners: Iterable[Listener], *, others_are_used: bool = True) 
 
 
 def own_listeners(programs: re.Pattern[str] = PROGRAMS) -> list[Listener]:
-    """Listening TCP sockets of this user's processes of these programs, in whichever network namespace; Linux."""
+    """Returns the listening TCP sockets of this user's processes of these programs, in any network namespace; Linux."""
     found: list[Listener] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -132,8 +137,8 @@ def own_listeners(programs: re.Pattern[str] = PROGRAMS) -> list[Listener]:
 
 
 def program_of(words: Sequence[str], programs: re.Pattern[str] = PROGRAMS) -> str | None:
-    """Returns the program that a command line runs; None if it is none of these. A launcher's command line, which has
-    that of another process in it, is none."""
+    """Returns the program that a command line runs; None if it is not one of `programs`. A launcher, whose command line
+    has that of another process in it, is none."""
     if Path(words[0]).name in LAUNCHERS:
         return None
     match = next((match for word in words if (match := programs.search(word))), None)
@@ -141,7 +146,7 @@ def program_of(words: Sequence[str], programs: re.Pattern[str] = PROGRAMS) -> st
 
 
 def listening(table: str) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Inode, and address and port, of the listening sockets in the text of ``/proc/PID/net/tcp`` or ``tcp6``."""
+    """Yields inode, and address and port, of the listening sockets in the text of ``/proc/PID/net/tcp`` or ``tcp6``."""
     for line in table.splitlines()[1:]:
         fields = line.split()
         if len(fields) > 9 and fields[3] == _LISTENS:
@@ -165,6 +170,6 @@ def _inodes(folder: Path) -> Iterator[str]:
 
 
 def _address(text: str) -> str:
-    """Words of four bytes, each in the machine's own byte order."""
+    """Reads an address: hexadecimal words of four bytes, each in the machine's own byte order."""
     packed = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

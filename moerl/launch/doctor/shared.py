@@ -1,4 +1,4 @@
-"""Check that several nodes see one folder, and of how far their clocks are apart. Each node runs this; nobody leads.
+"""Check that several nodes see one folder, and how far their clocks are apart. Each node runs this; nobody leads.
 
 A node keeps one file in ``FOLDER/.moerl-doctor/``: its name, its clock as it wrote, and what it heard of the others.
 Hearing is: own clock, when a new file of another node was first seen, less the clock in it. That is the difference of
@@ -6,7 +6,7 @@ the clocks and the time the file took. With both directions, a_hears_b = a - b +
 
     skew of b = b - a = (b_hears_a - a_hears_b) / 2,  uncertain by (b_hears_a + a_hears_b) / 2
 
-as in NTP (RFC 5905, section 8). With one direction alone it says by how much b is ahead at least.
+as in NTP (RFC 5905, section 8). If a alone has heard b, a knows by how much b is ahead at least.
 """
 
 from __future__ import annotations
@@ -32,45 +32,58 @@ NOTE_SECONDS, FAULT_SECONDS = 2.0, 60.0
 """Skew of clocks from which it is worth a note (logs of nodes cannot be put in order), and from which it is a fault
 (certificates and tokens are refused)."""
 FORGOTTEN_SECONDS = 3600.0
-"""Age of a file of an earlier look after which it is removed; by the file system's own times."""
+"""Age at which a file of an earlier look is removed; by the file system's own times."""
 
 
 class Probe(msgspec.Struct, forbid_unknown_fields=True):
-    """Content of a node's file in the folder. clock: seconds since 1970, as the node wrote. look: id of this start of
-    the command. waits: the node goes on until it has seen others. heard: by the look of other nodes, the smallest
-    difference of clocks that this node saw."""
+    """Content of a node's file in the folder."""
 
     node: str
+    """Name that no other node has."""
     host: str
+    """Host name of the node."""
     look: str
+    """Id of this start of the command."""
     clock: float
+    """Seconds since 1970 by the node's own clock, when it wrote the file."""
     waits: bool
+    """True if the node goes on until it has seen others."""
     heard: dict[str, float]
+    """By `look` of other nodes: smallest (own clock - their `clock`) that this node saw, in seconds."""
 
 
 @dataclass(slots=True)
 class SeenNode:
-    """Another node. hears: smallest (own clock - its clock as written). present: it runs beside this look."""
+    """Another node, as this node sees it."""
 
     probe: Probe
+    """Content of its file when it was last read."""
     age_seconds: float
+    """Time of our own file less that of its file, by the file system."""
     hears: float
+    """Smallest (own clock - its clock as written), in seconds."""
     present: bool = False
+    """True if its command runs at the same time as this one."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """Result of a look. nodes: expected, this one included. others: by name. unreadable: names of files."""
+    """Result of a look over a shared folder."""
 
     me: Probe
+    """Content of this node's own file."""
     nodes: int
+    """Nodes that are expected, this one included."""
     seconds: float
+    """Longest wait for other nodes."""
     others: dict[str, SeenNode] = field(default_factory=dict[str, SeenNode])
+    """Other nodes whose files were read, by name; files of earlier looks included."""
     unreadable: set[str] = field(default_factory=set[str])
+    """Names of files that hold no `Probe`."""
 
     @property
     def present(self) -> list[SeenNode]:
-        """Nodes that take part."""
+        """Other nodes that take part."""
         return [seen for seen in self.others.values() if seen.present]
 
 
@@ -79,8 +92,8 @@ def exchange(
 ) -> Exchange:
     """Takes part in a look over a shared folder.
 
-    Ends when so many nodes are present and each has heard all others, or after `seconds`. With nodes=1 it writes, reads
-    what is there, and does not wait.
+    Ends when `nodes` nodes are present and each has heard all others, or after `seconds`. With nodes=1 it writes its
+    file, reads the others, and does not wait.
 
     Args:
         node: a name that no other node has.
@@ -127,7 +140,7 @@ def check_presence(done: Exchange) -> Check:
 
 
 def check_clocks(done: Exchange) -> Check:
-    """Clocks of the other nodes against this one's."""
+    """Compares the clocks of the other nodes with this one's."""
     skews = {seen.probe.node: skew_of(done.me, seen) for seen in done.others.values()}
     if not skews:
         return green(AREA, "clocks", "no other node to compare with")
@@ -147,8 +160,8 @@ def check_clocks(done: Exchange) -> Check:
 
 
 def skew_of(me: Probe, seen: SeenNode) -> tuple[float, float]:
-    """Its clock less ours, and by how much that is uncertain, both in seconds; uncertain by 0 where one direction alone
-    was heard, and the value is a lower bound, 0 at least."""
+    """Returns the other node's clock less ours, and by how much that is uncertain, both in seconds. If the other node
+    has not heard us, the first is a lower bound, 0 at least, and the second 0."""
     hears_me = seen.probe.heard.get(me.look)
     if hears_me is None:
         return max(0.0, -seen.hears), 0.0
@@ -157,7 +170,7 @@ def skew_of(me: Probe, seen: SeenNode) -> tuple[float, float]:
 
 
 def _read_others(place: Path, own_time: float, done: Exchange, clock: Callable[[], float]) -> None:
-    """own_time: of our own file, by the file system."""
+    """Reads the files of other nodes into `done`. own_time: time of our own file, by the file system."""
     done.unreadable.clear()
     for path in sorted(place.glob("*.json")):
         try:
@@ -177,7 +190,7 @@ def _read_others(place: Path, own_time: float, done: Exchange, clock: Callable[[
 def _take_in(done: Exchange, probe: Probe, hears: float, age: float) -> None:
     before = done.others.get(probe.node)
     if before is None or before.probe.look != probe.look:
-        # One that waits writes again and again. One that came and went counts, if it was within the time that we wait.
+        # A node that waits writes again and again. One that came and went counts, if that was within our own wait.
         is_new = not probe.waits and abs(age) <= done.seconds
         done.others[probe.node] = SeenNode(probe, age, hears, present=is_new)
     elif before.probe.clock != probe.clock:
@@ -190,7 +203,7 @@ def _take_in(done: Exchange, probe: Probe, hears: float, age: float) -> None:
 
 
 def _is_complete(done: Exchange) -> bool:
-    """Enough nodes are present, and each that waits has heard as many, this one among them."""
+    """Returns True if enough nodes are present, and each that waits has heard as many, this one among them."""
     if done.nodes == 1:
         return True
     waiting = [seen.probe.heard for seen in done.present if seen.probe.waits]
@@ -200,7 +213,7 @@ def _is_complete(done: Exchange) -> bool:
 
 
 def _write(file: Path, probe: Probe, clock: Callable[[], float]) -> float:
-    """The time of the file, by the file system."""
+    """Writes our own file; returns its time, by the file system."""
     probe.clock = clock()
     with atomic_file(file) as temporary:
         temporary.write_bytes(msgspec.json.encode(probe))
@@ -215,12 +228,12 @@ def _remove_forgotten(place: Path, own_time: float) -> None:
 
 
 def node_name(host: str, named: str | None, task: str | None) -> str:
-    """The name of this node: as given, else its host, and under a launcher with several tasks its number, too."""
+    """Returns the name of this node: as given, else its host, followed by the number of the launcher's task, if any."""
     return named or (f"{host}-{task}" if task else host)
 
 
 def unwritable(folder: Path, error: OSError) -> Check:
-    """The look could not be taken."""
+    """Returns the check of a folder that could not be read or written."""
     remedy = "make the folder, mount it on this node, or give one that this user may write to"
     seen = f"{folder}: {error.strerror or error}"
     return Check(AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)

@@ -15,7 +15,7 @@ from moerl.printable import printable
 
 
 def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> None:
-    """Prints all looks, and how many are of each level."""
+    """Prints all checks, and how many are of each level."""
     if as_json:
         document = {"level": worst(checks), "checks": [asdict(check) for check in checks]}
         print(json.dumps(document, indent=1))
@@ -29,7 +29,7 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> None:
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """A line for each look; expectation and remedy follow where it is not green."""
+    """Returns a line for each check; expectation and remedy follow if it is not green."""
     found: list[str] = []
     for check in checks:
         found.append(f"{check.level:<7} {check.area} | {check.name}: {check.seen}")
@@ -38,7 +38,7 @@ def lines(checks: Sequence[Check]) -> list[str]:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """How many looks are of each level."""
+    """Returns how many checks are of each level, as text."""
     counts = {level: sum(check.level == level for check in checks) for level in LEVELS}
     return ", ".join(f"{count} {level}" for level, count in counts.items())
 

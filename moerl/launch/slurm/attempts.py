@@ -6,8 +6,8 @@ Batch scripts call it before and after `moerl train`::
     moerl train ... >"$log" 2>&1
     python -m moerl.launch.slurm.attempts end RUN_DIR --max-requeues 3 --status $?
 
-`begin` prints the log of the new attempt. `end` ends with status 0 (finished), 75 (requeue the job) or that
-which the job is to fail with. Attempts that never came to `end`, on a node that was lost, count as well. Torch-free.
+`begin` prints the log of the new attempt. `end` ends with status 0 (finished), 75 (requeue the job) or the status with
+which the job has to fail. Attempts that never came to `end`, on a node that was lost, count as well. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moerl.reading import read_text
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
 FOLDER = "slurm"
-"""In a run directory: the script, logs, and what is known of attempts."""
+"""Folder in a run directory: the script, logs, and the list of attempts."""
 ATTEMPTS_FILE = "attempts.jsonl"
 MAX_REQUEUES = 3
 _FINAL = (2, 130)
@@ -39,16 +39,14 @@ _FINAL = (2, 130)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job of SLURM and the run that it works on.
-
-    Args:
-        job_id: the same after a requeue.
-        max_requeues: how often in a row the job may start again without a new checkpoint.
-    """
+    """A job of SLURM and the run that it works on."""
 
     run_dir: Path
+    """Directory of the run."""
     job_id: str
+    """SLURM's id of the job, the same after a requeue; "none" outside of SLURM."""
     max_requeues: int
+    """How often in a row the job may start again without a new checkpoint."""
 
     @property
     def folder(self) -> Path:
@@ -58,7 +56,7 @@ class Job:
         return self.folder / f"attempt-{attempt:03d}.log"
 
     def newest(self) -> str:
-        """Name of the newest checkpoint, empty before the first."""
+        """Returns the name of the newest checkpoint; an empty text before the first."""
         return (checkpoint_names(self.run_dir / CHECKPOINTS) or [""])[-1]
 
     def attempts(self) -> list[dict[str, Any]]:
@@ -70,7 +68,7 @@ class Job:
         return [row for row in _rows(self.folder / ATTEMPTS_FILE) if row["event"] == "begin"]
 
     def without_progress(self) -> int:
-        """Attempts of this job in a row, up to the latest, since which no checkpoint was written."""
+        """Counts the attempts of this job in a row, up to the latest, since which no checkpoint was written."""
         newest, count = self.newest(), 0
         for row in reversed(self.attempts()):
             if row["job"] != self.job_id or row["checkpoint"] != newest:
@@ -80,7 +78,7 @@ class Job:
 
 
 def last_attempt(run_dir: Path) -> dict[str, Any] | None:
-    """Returns the last row about a run's attempts: that one began, or how it ended; None before the first.
+    """Returns the last row about a run's attempts, of event "begin" or "end"; None before the first.
 
     Raises:
         MoerlError: the file is damaged.
@@ -105,7 +103,7 @@ def begin(job: Job, *, restarts: int) -> Path:
 
 
 def end(job: Job, status: int) -> int:
-    """Notes how the latest attempt ended; returns what the batch script exits with, 75 to be requeued.
+    """Notes how the latest attempt ended; returns the exit status of the batch script, 75 to be requeued.
 
     Args:
         status: of `moerl train`, as the shell has it.
@@ -128,7 +126,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        # The last line has no end where a full disk broke it off.
+        # The last line has no end if a full disk broke it off.
         rows = [json.loads(line) for line in read_text(file).split("\n")[:-1]]
         for row in rows:
             if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1 or not isinstance(row["job"], str):
@@ -166,7 +164,7 @@ def _note(job: Job, attempt: int, event: str, facts: Mapping[str, object]) -> No
 
 
 def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """The command; returns its exit status, 1 where the job is to fail."""
+    """Runs the command; returns its exit status, 1 if the job has to fail."""
     parser = argparse.ArgumentParser(prog="python -m moerl.launch.slurm.attempts", allow_abbrev=False)
     parser.add_argument("event", choices=("begin", "end"))
     parser.add_argument("run_dir", type=Path)

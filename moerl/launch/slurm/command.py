@@ -42,7 +42,7 @@ USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE
 
 
 def run(arguments: list[str]) -> int:
-    """Exit status of the command, or of its help."""
+    """Runs the command, or prints its help; returns the exit status."""
     made = parser()
     if {"-h", "--help"} & set(arguments):
         print(short_help(USAGE, LAUNCH_SLURM, made))
@@ -77,7 +77,7 @@ def parser() -> Parser:
 
 
 def launch_slurm(options: argparse.Namespace) -> int:
-    """Submits the run, or shows what would be submitted; exit status 0.
+    """Submits the run, or shows what would be submitted; returns exit status 0.
 
     Raises:
         ConfigError: configuration, site or job are wrong, or SLURM refuses the job.
@@ -98,7 +98,7 @@ def launch_slurm(options: argparse.Namespace) -> int:
 
 def launch_sweep(options: argparse.Namespace) -> int:
     """Submits the runs of a sweep that are neither finished nor in the queue, and a job for the report after all of
-    them; exit status 0.
+    them; returns exit status 0.
 
     Raises:
         ConfigError, MoerlError: as `launch_slurm`, of any run, before a job is submitted.
@@ -141,7 +141,7 @@ def _submit_sweep(
             print(f"{run.name}: job {before} waits or runs")
             number = before
         else:
-            # So many at a time: each begins as the one before in its lane has ended.
+            # `jobs` at a time: each begins when the one that is `jobs` places before it has ended.
             number = submit(job, script, after=numbers[-jobs:][:1] if len(numbers) >= jobs else ())
             run.state, run.status = "waiting", None
             print(f"{run.name}: job {number}")
@@ -157,7 +157,7 @@ def _submit_sweep(
 def _prepare(
     options: argparse.Namespace, site: Site, overrides: Sequence[str]
 ) -> tuple[RunConfig, JobSettings, str, list[str]]:
-    """Configuration, job, script and notes of one run. Raises as `launch_slurm`."""
+    """Returns configuration, job, script and notes of one run. Raises as `launch_slurm`."""
     before = stored_run(overrides)
     known = None if before is None else before.model
     config = load_config(overrides, command="train", config_dir=options.config_dir, known_model=known)
@@ -168,7 +168,7 @@ def _prepare(
     written = str(compose_values(overrides, config_dir=options.config_dir)["rollout"].get("environment", ""))
     keys = _overrides(options, overrides, config, job)
     if isinstance(config.rollout, SGLangRolloutConfig) and not Path(written).is_absolute():
-        # Of this directory, wherever the job starts.
+        # A relative path is one of this directory, whichever directory the job starts in.
         keys = [text for text in keys if not text.startswith("rollout.environment=")]
         keys.append(f"rollout.environment='{config.rollout.environment}'")
     # Nothing large is fetched for a look.
@@ -229,7 +229,7 @@ def _check_nodes(job: JobSettings, config: RunConfig) -> None:
 
 
 def _devices(config: RunConfig) -> tuple[int, int]:
-    """Devices of the trainer, and of servers that the run starts."""
+    """Returns the numbers of devices of the trainer, and of servers that the run starts."""
     rollout = config.rollout
     servers = rollout.own_devices if isinstance(rollout, SGLangRolloutConfig) else 0
     return config.parallel.world_size, servers

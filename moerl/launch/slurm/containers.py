@@ -27,8 +27,8 @@ PASSED = (
 the site file come with them. Paths of programs and libraries (PATH, LD_LIBRARY_PATH, CUDA_HOME) and HOME are those of
 the image."""
 
-# Runs where the command starts, in a step of SLURM in the step: a process has the variables of its own node. No value
-# stands on a command line, which everybody on a node can read.
+# The script runs on the node of the command, and inside of its step of SLURM if it has one: a process has the variables
+# of its own node. No value stands on a command line, which everybody on a node can read.
 _ENROOT = """\
 passed=()
 for name in $(compgen -e); do
@@ -57,24 +57,24 @@ _SCRIPTS = {"enroot": _ENROOT, "apptainer": _APPTAINER, "pyxis": _PYXIS}
 
 @dataclass(frozen=True, slots=True)
 class CommandPrefixes:
-    """Shell text before commands of a job.
-
-    inside: words of the array `inside`, which the texts name; empty without a container. here: before a command on this
-    node. step: of a step of SLURM, without numbers of nodes and tasks. in_step: before a command in such a step.
-    """
+    """Shell text before commands of a job."""
 
     inside: tuple[str, ...] = ()
+    """Words of the shell array `inside`, which the other texts name; empty without a container."""
     here: str = ""
+    """Text before a command on this node."""
     step: str = "srun --overlap --export=ALL --cpu-bind=none"
+    """Text that starts a step of SLURM, without numbers of nodes and tasks."""
     in_step: str = ""
+    """Text before a command in such a step."""
 
 
 def container_start(container: Container | None, variables: Sequence[str], folders: Sequence[Path]) -> CommandPrefixes:
-    """Returns how commands start, in a container if the site has one.
+    """Returns the texts that start commands, in a container if the site has one.
 
     Args:
-        variables: names that the site file sets.
-        folders: absolute ones that are the same inside; commands run in the first.
+        variables: names of the variables that the site file sets.
+        folders: absolute paths that the container has to show at the same place; commands run in the first.
 
     Raises:
         ConfigError: a folder cannot be mounted, because of its name.
@@ -94,7 +94,7 @@ def container_start(container: Container | None, variables: Sequence[str], folde
 
 
 def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, ...]:
-    """Returns what a container shows at its own place. Apptainer shows the home, too, unless a site forbids it.
+    """Returns the folders that a container shows. Apptainer shows the home, too, unless a site forbids it.
 
     Raises:
         ConfigError: as `container_start`.
@@ -126,6 +126,6 @@ def _mounts(container: Container, folders: Sequence[Path]) -> list[str]:
 
 
 def _target(mount: str) -> Path:
-    """Returns the folder inside of the container."""
+    """Returns the folder of a mount inside of the container."""
     source, _, target = mount.partition(":")
     return Path(target.partition(":")[0] or source)

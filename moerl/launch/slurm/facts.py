@@ -19,14 +19,15 @@ _UNITS = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def facts_of_job(config: RunConfig, job: JobSettings, site: Site, written: str, *, fetches: bool) -> Facts:
-    """Returns the facts of a job. Writes a file where the run directory will be, and removes it.
+    """Returns the facts of a job. Writes a file near the run directory to measure the disk, and removes it.
 
     Args:
         written: `rollout.environment` as the user wrote it.
         fetches: weights of a model of the hub may be fetched now.
 
     Raises:
-        ConfigError: nothing can be written there, or `memory` of the site file is no size.
+        ConfigError: the file cannot be written, `memory` of the site file is no size, or the container cannot mount a
+            folder.
     """
     try:
         rate = disk_rate(existing(job.run_dir))
@@ -64,10 +65,10 @@ def machine_of_job(job: JobSettings, site: Site) -> Machine:
 
 
 def memory_bytes(text: str) -> int | None:
-    """Returns bytes of a size as SLURM writes it, in MB without a unit; None for 0, all of a node.
+    """Returns the bytes of a size as SLURM writes it, in MiB without a unit; None for 0, which means all of a node.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no size.
     """
     match = _MEMORY.fullmatch(text)
     if match is None:

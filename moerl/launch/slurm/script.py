@@ -19,29 +19,29 @@ from moerl.launch.slurm.containers import container_start
 from moerl.launch.slurm.site import Site
 
 KILL_SHARE = 0.9
-"""After this share of them a run that has not ended is killed."""
+"""Share of the seconds between SLURM's signal and the time limit after which a run that has not ended is killed."""
 MIN_SIGNAL_SECONDS = 60
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """Settings of one job.
-
-    Args:
-        time: limit, as SLURM writes it.
-        signal_seconds: before the limit, when SLURM signals the run to stop.
-        max_requeues: how often in a row the job is requeued without a new checkpoint.
-        working_dir: folder in which it was submitted; relative paths start there.
-    """
+    """Settings of one job."""
 
     name: str
+    """Name of the job in SLURM's queue."""
     nodes: int
+    """Number of machines; of several, Ray starts the ranks."""
     time: str
+    """Time limit of one attempt, as SLURM writes it."""
     signal_seconds: int
+    """Seconds before the limit at which SLURM signals the run to stop."""
     max_requeues: int
+    """How often in a row the job is requeued without a new checkpoint."""
     run_dir: Path
+    """Directory of the run, absolute."""
     working_dir: Path
+    """Folder in which the job was submitted; relative paths start there."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +61,7 @@ class JobSettings:
         return int(GRACE_SHARE * self.signal_seconds)
 
     def check(self) -> None:
-        """Raises `ConfigError` where these cannot be a job."""
+        """Raises `ConfigError` if a job with these settings cannot be submitted."""
         if limit_seconds(self.time) < 2 * self.signal_seconds or self.signal_seconds < MIN_SIGNAL_SECONDS:
             raise ConfigError(
                 "--signal-seconds: no time between start and signal, or between signal and limit",
@@ -80,10 +80,10 @@ class JobSettings:
 
 
 def limit_seconds(text: str) -> int:
-    """Seconds of a time limit: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Returns the seconds of a time limit: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no time limit.
     """
     match = _TIME.fullmatch(text)
     if match is None:
@@ -102,7 +102,7 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
     """Returns the script.
 
     Args:
-        overrides: of `moerl train`, `run_dir` and the grace time included, `resume` left out.
+        overrides: arguments of `moerl train`, `run_dir` and the grace time included, `resume` left out.
 
     Raises:
         ConfigError: the container cannot mount a folder.
@@ -123,13 +123,13 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
 
 
 def folders_of_job(job: JobSettings) -> list[Path]:
-    """Returns folders that a container shows at their own place. Processes of Ray on a node meet in its /tmp, of which
-    each container of enroot has one of its own."""
+    """Returns folders that a container has to show at their own place. Processes of Ray on a node meet in its /tmp, of
+    which each container of enroot has one of its own."""
     return [job.working_dir, job.run_dir, *([Path("/tmp")] if job.nodes > 1 else [])]
 
 
 def render_report(sweep_dir: Path, site: Site) -> str:
-    """The script of the job after those of a sweep: states of its runs, and its page."""
+    """Returns the script of the job that runs after those of a sweep: it notes how they ended, and writes the page."""
     asked = {"partition": site.partition, "account": site.account, "qos": site.qos}
     options = [
         f"--job-name=report-{sweep_dir.name}",
@@ -144,7 +144,7 @@ def render_report(sweep_dir: Path, site: Site) -> str:
 
 
 def _render(template: str, site: Site, folders: Sequence[Path], **values: object) -> str:
-    """Renders a template. folders: that a container shows; commands run in the first."""
+    """Renders a template. folders: folders that a container shows; commands run in the first."""
     environment = Environment(
         loader=FileSystemLoader(shipped_folder("templates") / "slurm"),
         undefined=StrictUndefined,
@@ -168,7 +168,7 @@ def _quote(value: object) -> str:
 
 
 def _options(job: JobSettings, site: Site) -> list[str]:
-    """Lines of #SBATCH, without it."""
+    """Returns the options of #SBATCH lines."""
     gres = site.gres or (f"gpu:{site.gpus_per_node}" if site.gpus_per_node else None)
     asked = {
         "partition": site.partition,
@@ -183,7 +183,7 @@ def _options(job: JobSettings, site: Site) -> list[str]:
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--time={job.time}",
-        # To this shell (B), not to steps.
+        # To the batch shell (B), not to steps.
         f"--signal=B:USR1@{job.signal_seconds}",
         "--requeue",
         "--open-mode=append",

@@ -84,7 +84,7 @@ class Container(Section):
 
 
 class Site(Section):
-    """One site. Every key may be left out."""
+    """Settings of one site. Every key may be left out."""
 
     partition: Word | None = Field(default=None, description="Partition; null = the site's default.")
     account: Word | None = Field(default=None, description="Account that is charged; null = your default.")
@@ -96,7 +96,7 @@ class Site(Section):
     gpu_memory_gib: Positive = Field(default=80.0, description="Memory of one GPU, for the plan of --dry-run.")
     cpus_per_node: Count | None = Field(default=None, description="CPU cores asked for on each node; null = exclusive.")
     memory: Word | None = Field(default=None, description="Memory of each node (200G); null = the site's default.")
-    container: Container | None = Field(default=None, description="Where commands run; null = on the node itself.")
+    container: Container | None = Field(default=None, description="Container of the commands; null = none.")
     python: Line | None = Field(
         default=None,
         description="Interpreter of moerl on the nodes; null = the one that submits, `python` in a container.",
@@ -107,10 +107,10 @@ class Site(Section):
 
 
 def load_site(path: Path | None) -> Site:
-    """The site of a file; without one a node of the default partition, without GPUs.
+    """Reads the site of a file; without a file, a node of the default partition, without GPUs.
 
     Raises:
-        ConfigError: it cannot be read, or a key is unknown or wrong.
+        ConfigError: the file cannot be read, or a key is unknown or wrong.
     """
     if path is None:
         return Site()

@@ -1,4 +1,4 @@
-"""Hands scripts to SLURM, and asks what waits or runs. Torch-free; a login node."""
+"""Submission of scripts to SLURM, and questions to its queue. Torch-free; a login node."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from moerl.reading import read_json
 
 COMMAND_SECONDS = 120.0
 JOB_FILE = "job.json"
-"""In the folder of a run's jobs: the id of the latest."""
+"""File in a run's folder `slurm`: the id of its latest job."""
 
 
 def queued_jobs() -> set[str]:
-    """Ids of this user's jobs that wait or run.
+    """Returns the ids of this user's jobs that wait or run.
 
     Raises:
-        ConfigError: SLURM is not on this machine. MoerlError: it did not answer.
+        ConfigError: SLURM is not on this machine, or refuses to answer. MoerlError: it did not answer.
     """
     _check_slurm()
     return set(_ask("squeue", "--me", "--noheader", "--format=%A").split())
 
 
 def latest_job(run_dir: Path) -> str | None:
-    """The id of the job that was submitted last for a run; None without one."""
+    """Returns the id of the job that was submitted last for a run; None if there is none."""
     file = run_dir / FOLDER / JOB_FILE
     return str(read_json(file)["job"]) if file.exists() else None
 
 
 def refuse_queued(run_dir: Path, queued: set[str]) -> None:
-    """Raises `ConfigError` where the run has a job that waits or runs."""
+    """Raises `ConfigError` if the run has a job that waits or runs."""
     job = latest_job(run_dir)
     if job in queued:
         raise ConfigError(
@@ -67,7 +67,7 @@ def submit(job: JobSettings, script: str, *, after: Sequence[str] = ()) -> str:
 
 
 def submit_file(script: Path, *, after: Sequence[str] = ()) -> str:
-    """Submits a script that is written already; returns the job's id. Arguments and errors as those of `submit`."""
+    """Submits a script that is written already; returns the job's id. Arguments and errors are those of `submit`."""
     _check_slurm()
     dependency = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     return _ask("sbatch", "--parsable", *dependency, str(script)).strip().partition(";")[0]

@@ -1,7 +1,7 @@
 """A sweep as jobs of SLURM: one for each run, and one after them that makes the report. Torch-free.
 
 The last job runs ``python -m moerl.launch.slurm.sweeps SWEEP_DIR``: it notes in the sweep's manifest how each run
-ended, shows the table, and writes the page. Its status is 0 where all runs are finished, 1 where one failed, else 75.
+ended, shows the table, and writes the page. Its status is 0 if all runs are finished, 1 if one failed, else 75.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moerl.launch.sweeps.sweep import exit_status, state_after
 
 
 def note_states(manifest: Manifest, folder: Path, queued: set[str]) -> None:
-    """Sets the state of each run, as its directory and the queue tell it.
+    """Sets the state of each run, by its directory and the queue.
 
     Args:
         queued: ids of jobs that wait or run.
@@ -46,12 +46,12 @@ def _note_state(run: SweepRun, run_dir: Path, queued: set[str]) -> None:
     elif attempt["event"] == "end":
         run.state, run.status = state_after(int(attempt["status"]), was_told=False), int(attempt["status"])
     else:
-        # Cancelled, or its node was lost: it can go on.
+        # The attempt was cancelled, or its node was lost: the run can go on.
         run.state = "stopped"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command; returns its exit status."""
     folder = Path(arguments[0])
     try:
         manifest = read_manifest(folder)

@@ -34,11 +34,14 @@ _SET_BY_SWEEPS = ("run_dir", "resume")
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """Options of a sweep on a command line. folder, jobs: None if they are not given. overrides: of its runs."""
+    """Options of a sweep on a command line."""
 
     folder: Path | None
+    """Directory of the sweep (`sweep.dir`); None if it is not given."""
     jobs: int | None
+    """Most runs at a time (`sweep.jobs`); None if it is not given."""
     overrides: list[str]
+    """Arguments KEY=VALUE of the runs, those with several values included."""
 
 
 def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool = False) -> int:
@@ -48,10 +51,10 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool 
         only_show: print the command line of each run, and start none.
 
     Returns:
-        0 where all runs are finished, 1 where one failed, 75 or 130 where it was told to stop.
+        0 if all runs are finished, 1 if one failed, 75 or 130 if a signal stopped the sweep.
 
     Raises:
-        ConfigError: no run can be made of the command line, or the sweep in the directory is another one.
+        ConfigError: the command line describes no run, or the sweep in the directory is another one.
     """
     options = read_options(overrides)
     manifest, folder = plan_sweep(options, config_dir)
@@ -73,7 +76,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool 
 
 
 def read_options(overrides: Sequence[str]) -> SweepOptions:
-    """Takes the keys of sweeps out of the overrides. Raises `ConfigError` where one is wrong."""
+    """Splits the keys of sweeps from the other overrides. Raises `ConfigError` if one is wrong."""
     given, rest = dict[str, str](), list[str]()
     for text in overrides:
         key, _, value = text.partition("=")
@@ -97,7 +100,8 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
 
 
 def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
-    """The sweep of a command line, and its directory; that which is there already, where there is one."""
+    """Returns the sweep of a command line, and its directory. If the directory has a sweep already, it is that one.
+    Raises `ConfigError` if the two differ, or if nothing is swept."""
     folder = (options.folder or _default_folder()).resolve()
     if not options.overrides and options.folder is not None:
         return read_manifest(folder), folder
@@ -123,7 +127,7 @@ def _default_folder() -> Path:
 
 
 def check_runs(manifest: Manifest) -> None:
-    """Raises `ConfigError` where `moerl train` would refuse a run, before any of them starts."""
+    """Raises `ConfigError` if `moerl train` would refuse the configuration of a run, before any of them starts."""
     folder = None if manifest.config_dir is None else Path(manifest.config_dir)
     for run in manifest.runs:
         try:
@@ -134,7 +138,7 @@ def check_runs(manifest: Manifest) -> None:
 
 
 def show(manifest: Manifest, folder: Path) -> None:
-    """How each run ended, in a table."""
+    """Prints how each run ended, in a table."""
     table = Table(title=f"sweep in {folder}", title_justify="left")
     for title in (*manifest.keys, "state", "run"):
         table.add_column(title, overflow="fold")

@@ -19,25 +19,29 @@ from moerl.cli import main
 sys.exit(main())
 """
 LOCAL_PROGRAM = (sys.executable, "-P", "-c", _PROGRAM)
-"""`moerl`, which dies with the process that started it. Gets the pid of that process, and the command line."""
+"""Start of `moerl` as a process that dies with its parent; the parent's pid and the command line follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """One run to start. name: no other of the sweep has it. arguments: of `moerl`; they go on with the run where there
-    is one, so a job may be started again. log: gets what it prints, behind what is there."""
+    """One run to start."""
 
     name: str
+    """Name that no other run of the sweep has."""
     arguments: Sequence[str]
+    """Arguments of `moerl`; they go on with the run if it was started before, so a job may be started again."""
     log: Path
+    """File for what the run prints, behind what is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A run that has ended. status: of its process; negative: the signal that killed it."""
+    """A run that has ended."""
 
     name: str
+    """Name of its `SweepJob`."""
     status: int
+    """Exit status of its process; negative: the signal that killed it."""
 
 
 class RunHost(Protocol):
@@ -45,32 +49,32 @@ class RunHost(Protocol):
 
     @property
     def slots(self) -> int:
-        """Runs that may be under way at the same time, 1 at least."""
+        """Number of runs that may be under way at the same time, 1 at least."""
         ...
 
     def start(self, job: SweepJob) -> None:
-        """Begins a run, or hands it to whoever will, and returns at once. OSError where that is refused."""
+        """Starts a run, or queues it to be started, and returns at once. Raises OSError if it cannot be started."""
         ...
 
     def ended(self) -> list[Ended]:
-        """Runs that ended since the last call; does not wait."""
+        """Returns the runs that ended since the last call; does not wait."""
         ...
 
     def stop(self, number: signal.Signals) -> None:
-        """Passes a stop signal on to all runs under way; `ended` tells when they are gone."""
+        """Passes a stop signal on to all runs under way; `ended` returns each when it is gone."""
         ...
 
     def close(self) -> None:
-        """Ends at once what is still under way; afterwards nothing of the sweep runs here."""
+        """Kills the runs that are still under way; afterwards nothing of the sweep runs here."""
         ...
 
 
 class LocalHost:
-    """Runs as child processes of this machine; implements `RunHost`.
+    """Host that starts runs as child processes on this machine; implements `RunHost`.
 
     Args:
-        jobs: that run side by side.
-        program: takes the pid of this process and the arguments of a job.
+        jobs: number of runs at the same time.
+        program: command line, which the pid of this process and the arguments of a job follow.
     """
 
     def __init__(self, jobs: int, program: Sequence[str] = LOCAL_PROGRAM) -> None:

@@ -1,4 +1,4 @@
-"""`sweep.json`: which runs a sweep consists of, where they are and how far. Reads and writes one file."""
+"""`sweep.json`: the runs of a sweep, their values and states. Reads and writes one file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _NAME_LENGTH = 80
 
 
 class SweepRun(msgspec.Struct, forbid_unknown_fields=True):
-    """One run. name: of its directory in that of the sweep. values: by swept key, as on a command line. status: exit
-    status of its process, None before it ended; negative: the signal that killed it."""
+    """One run of a sweep."""
 
     name: str
+    """Name of its directory within that of the sweep."""
     values: dict[str, str]
+    """Values by swept key, as on a command line."""
     state: State = "waiting"
+    """State when the manifest was last written; stopped = a signal ended the run, and it can go on."""
     status: int | None = None
+    """Exit status of its process, None before it ended; negative: the signal that killed it."""
 
     @property
     def overrides(self) -> list[str]:
@@ -35,13 +38,18 @@ class SweepRun(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True):
-    """A sweep. common: overrides that all runs have. config_dir: as `--config-dir`. keys: that are swept."""
+    """A sweep, as `sweep.json` stores it."""
 
     common: list[str]
+    """Overrides KEY=VALUE that all runs have."""
     config_dir: str | None
+    """Absolute path of `--config-dir`; None if it was not given."""
     keys: list[str]
+    """Keys that are swept."""
     runs: list[SweepRun]
+    """All runs, in the order in which they start."""
     schema: str = SCHEMA
+    """Name of the file format; another one is refused."""
 
 
 def new_manifest(swept: SweptOverrides, config_dir: Path | None) -> Manifest:
@@ -53,7 +61,7 @@ def new_manifest(swept: SweptOverrides, config_dir: Path | None) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a sweep's directory. Raises `ConfigError` where there is none, or it is of another build."""
+    """Reads the manifest of a sweep's directory. Raises `ConfigError` if there is none, or it is of another build."""
     path = folder / MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(read_file(path), type=Manifest)
@@ -72,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Writes it whole. Raises `MoerlError` where the file system refuses."""
+    """Writes the manifest, all of it or nothing. Raises `MoerlError` if the file system refuses."""
     path = folder / MANIFEST_FILE
     with writing(path), atomic_file(path) as temporary:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -99,7 +107,7 @@ def _by_key(manifest: Manifest) -> dict[str, str]:
 
 
 def _name(number: int, values: dict[str, str]) -> str:
-    """A file name that people can read, and that no other run of the sweep has."""
+    """Makes a file name that people can read, and that no other run of the sweep has."""
     parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
     text = "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
     return f"{number:03d}_{text}"[:_NAME_LENGTH].rstrip("-_.")

@@ -1,4 +1,4 @@
-"""The loop of a sweep: starts runs as slots are free, and notes how each ends. Knows no place where runs run."""
+"""The loop of a sweep: it starts runs when slots of the host are free, and notes how each run ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ POLL_SECONDS = 0.1
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
-"""Line in which moerl reports an error, or the last one of a traceback; torch prints the rank before it, if there are
-several."""
+"""Pattern of a line in which moerl reports an error, or of the last line of a traceback; torch prints the rank before
+it, if there are several."""
 _TOLD_TO_STOP = (STOPPED, INTERRUPTED)
 
 
@@ -30,9 +30,9 @@ class Sweep:
     """Runs of a manifest, on a host.
 
     Args:
-        folder: of the sweep; the manifest there is written whenever a run begins or ends.
-        stop: whether this process was told to stop.
-        say: shows a line.
+        folder: directory of the sweep; its manifest is written whenever a run begins or ends.
+        stop: stop signal that this process got, if any.
+        say: called with each line to show.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Sweep:
         self._passed_on = False
 
     def run(self) -> None:
-        """Runs what is not finished, and returns when all have ended; the manifest says how.
+        """Runs all runs that are not finished, and returns when they have ended; the manifest says how.
 
-        After the first stop signal runs under way are told to end at their next safe point, and no more are started.
-        Ctrl-C after it is passed on, and ends them at once; another one kills them.
+        After the first stop signal, runs under way get SIGTERM and end at their next safe point, and no more are
+        started. Ctrl-C after that signal is passed on, and ends them at once; another one kills them.
 
         Raises:
             KeyboardInterrupt: runs were killed. MoerlError: the manifest cannot be written.
@@ -84,7 +84,7 @@ class Sweep:
         if self._stop.signal:
             if not self._passed_on:
                 self._passed_on = True
-                # Not Ctrl-C: where that came to runs, too, a second one would end them at once.
+                # Not SIGINT: if Ctrl-C had come to the runs, too, a second SIGINT would end them at once.
                 self._host.stop(signal.SIGTERM)
         else:
             while self._waiting and len(self._under_way) < self._host.slots:
@@ -118,15 +118,15 @@ class Sweep:
 
 
 def state_after(status: int, *, was_told: bool) -> State:
-    """The state of a run whose process has ended. was_told: to stop, by a signal."""
+    """Returns the state of a run whose process has ended. was_told: True if a signal to stop was passed on to it."""
     if status == 0:
         return "finished"
-    # One that was only starting has no handler yet, and dies of the signal.
+    # A run that was only starting has no handler yet, and dies of the signal.
     return "stopped" if status in _TOLD_TO_STOP or (status < 0 and was_told) else "failed"
 
 
 def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> SweepJob:
-    """The command line of one run: it starts the run, or goes on with it."""
+    """Returns the command line of one run: it starts the run, or goes on with it."""
     options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
     overrides = [*overrides_of(run, manifest, folder), "resume=auto"]
     return SweepJob(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
@@ -139,8 +139,8 @@ def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:
 
 
 def last_words(log: Path, start: int) -> str:
-    """The last error that a run printed from byte `start` of its log on, else its last line, with nothing that a
-    terminal obeys; empty where it printed nothing."""
+    """Returns the last error that a run printed from byte `start` of its log on, else its last line, without control
+    characters; an empty text if it printed nothing."""
     text = ""
     if log.exists():
         with open_regular(log) as file:
@@ -151,7 +151,7 @@ def last_words(log: Path, start: int) -> str:
 
 
 def exit_status(manifest: Manifest, *, is_interrupt: bool) -> int:
-    """0 where all runs are finished, 1 where one failed, else that of a run that was told to stop."""
+    """Returns 0 if all runs are finished, 1 if one failed, else the status of a run that a signal stopped."""
     states = {run.state for run in manifest.runs}
     if states == {"finished"}:
         return 0
