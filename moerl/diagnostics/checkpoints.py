@@ -11,17 +11,18 @@ from moerl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceCheckpoint:
-    """A Hugging Face directory with the weights of one policy version."""
+    """A Hugging Face directory with weights of the policy."""
 
     folder: Path
-    """The directory."""
+    """Model directory; that of the cache for a model of the hub."""
     version: int | None
-    """Policy version of the weights; None if the command line does not say it."""
+    """Policy version of the weights; None if the command line names none."""
 
 
 def split_version(named: str) -> tuple[Path, int | None]:
-    """Returns the directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
-    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
+    """Returns the directory and the policy version of `HF_DIR[@VERSION]`. If a directory of the whole name exists, the
+    @ is part of its name. A model of the hub is fetched; after its name, digits alone are a policy version, and
+    anything else is a revision.
 
     Raises:
         ConfigError: there is no such model, or the version is no number.

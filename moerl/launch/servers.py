@@ -58,7 +58,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _met_at(endpoints: list[Endpoint]) -> str:
-    """Returns our own address as seen by the first server that is not on this machine's loopback; loopback if none is."""
+    """Returns our own address as seen by the first server that is not on this machine's loopback, else the loopback."""
     for endpoint in endpoints:
         parts = urlsplit(endpoint.url)
         host = parts.hostname or ""

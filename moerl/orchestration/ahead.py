@@ -1,4 +1,5 @@
-"""The next batch is packed while one is trained, where it is there by then. Runs in the controller."""
+"""Packing of the next batch while the current one is trained, if the next one is sampled by then. Runs in the
+controller."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from moerl.orchestration.batches import Minibatch
 
 
 class Ahead:
-    """Packs batches, in a thread beside the training where it is told to.
+    """Packer of batches, which can pack one in its own thread.
 
     Args:
-        upcoming: waits for the batch that is likely the next one; None where there is none to wait for any more.
-        pack: a batch; depends on nothing else.
+        upcoming: waits for the batch that is likely the next one and returns it; None if there is none to wait for.
+            Called in the thread.
+        pack: packs a batch, by the batch alone. Called in the thread, or by `packed`.
     """
 
     def __init__(
@@ -32,17 +34,17 @@ class Ahead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """`upcoming` has to return by then."""
+        """Waits for the thread; `upcoming` must return by then."""
         self._thread.shutdown()
 
     def begin(self) -> None:
-        """Waits for the next batch and packs it, in the thread."""
+        """Has the thread wait for the next batch and pack it; returns at once."""
         self._begun = self._thread.submit(self._pack_upcoming)
 
     def packed(self, batch: Sequence[Trajectory]) -> list[Minibatch]:
-        """The minibatches of a batch, which is packed now unless it was before."""
+        """Returns the minibatches of a batch; packs it now unless the thread has packed it."""
         begun, self._begun = self._begun, None
-        # What was wrong with a batch that is not this one is its own affair.
+        # An error of the thread counts only if it concerns this batch: packing the batch here raises it again.
         found = begun.result() if begun is not None and begun.exception() is None else None
         if found is not None and len(found[0]) == len(batch) and all(map(is_, found[0], batch)):
             return found[1]

@@ -24,17 +24,18 @@ from moerl.models.description import ModelDescription
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """Encoded microbatches of one optimizer step.
-
-    frames: one for each rank. totals: of all ranks. metrics: of packing and cutting. model_flops: operations that the
-    model needs for forward and backward passes over all sequences, shared prompts counted for each.
-    """
+    """Encoded microbatches of one optimizer step."""
 
     frames: list[bytes]
+    """One frame for each rank, in rank order."""
     totals: BatchTotals
+    """Sums over all ranks."""
     metrics: dict[str, float]
+    """Metrics of packing, and of cutting into shares of ranks."""
     samples: Sequence[TrainSample] = ()
+    """Trajectories of the minibatch, in the order of `sample_index`; empty for supervised sequences."""
     model_flops: float = 0.0
+    """Operations of forward and backward passes over all sequences, shared prompts counted for each."""
 
     @property
     def num_tokens(self) -> float:
@@ -43,10 +44,10 @@ class Minibatch:
 
 
 def pack_options(config: RunConfig, model: ModelDescription, *, share_prompts: bool) -> PackOptions:
-    """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations.
+    """Returns how sequences share microbatches in this run: the layout's padding, ranks balanced by operations.
 
     Args:
-        share_prompts: as the trainer says (`Trainer.shares_prompts`).
+        share_prompts: value of `Trainer.shares_prompts`.
     """
     dims = config.parallel.dims
     return PackOptions(
@@ -65,12 +66,12 @@ def pack_minibatch(
     uncaptured: Uncaptured,
     facts: Mapping[str, float] = MappingProxyType({}),
 ) -> Minibatch:
-    """A minibatch of trajectories, packed and cut for every rank.
+    """Packs a minibatch of trajectories and cuts it for every rank.
 
     Args:
-        ranks: where each rank stands, in rank order.
-        uncaptured: what happens to rows without captured routing, `keep_routing.uncaptured`.
-        facts: of the algorithm about the minibatch (`Algorithm.batch_facts`).
+        ranks: coordinates of each rank, in rank order.
+        uncaptured: treatment of rows without captured routing, `keep_routing.uncaptured`.
+        facts: facts of the algorithm about the minibatch (`Algorithm.batch_facts`).
     """
     packed = pack_for_ranks(samples, ranks[0].dims.data, options, replay=True, uncaptured=uncaptured)
     totals = replace(BatchTotals.of(chain.from_iterable(packed)), facts=facts)
@@ -95,7 +96,7 @@ def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
 def pack_text_minibatch(
     samples: Sequence[TextSample], ranks: Sequence[RankCoordinates], options: PackOptions
 ) -> Minibatch:
-    """The same of supervised sequences."""
+    """Packs a minibatch of supervised sequences and cuts it for every rank, as `pack_minibatch` does."""
     packed = pack_text_for_ranks(samples, ranks[0].dims.data, options)
     totals = BatchTotals.of(chain.from_iterable(packed))
     frames, _ = share_frames(packed, ranks, totals.numbers())
@@ -104,5 +105,5 @@ def pack_text_minibatch(
 
 
 def _model_flops(lengths: Iterable[int], options: PackOptions) -> float:
-    """A sequence of n tokens is n - 1 rows; the backward pass takes twice the operations of the forward pass."""
+    """Sums up operations: a sequence of n tokens is n - 1 rows; the backward pass needs twice those of the forward."""
     return 3.0 * sum(options.cost(length - 1) for length in lengths)

@@ -1,7 +1,7 @@
-"""Messages to text by the tokenizer's own chat template, and what is wrong with a template. Runs in the controller.
+"""Prompts from messages, by the tokenizer's own chat template, and checks of that template. Runs in the controller.
 
-A template is code of a model directory. What it writes must depend on the messages alone, and lose nothing of them:
-prompts are written once, before anything is trained, and a run that goes on must find the same ones.
+A template is code of a model directory. Its text must depend on the messages alone, and lose nothing of them: prompts
+are written once, before anything is trained, and a run that goes on must find the same ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ChatTemplate:
     """The chat template of a tokenizer, with options.
 
     Args:
-        templates: writes the texts.
+        templates: process that writes the texts.
 
     Raises:
-        ConfigError: The tokenizer has none, it does not know an option, it fails on a single question, or what it
-            writes depends on the date.
+        ConfigError: the tokenizer has no template, or the template does not know an option, fails on a single question,
+            or writes a text that depends on the date.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], templates: Templates) -> None:
@@ -50,10 +50,10 @@ class ChatTemplate:
         self._check_date()
 
     def render(self, chat: Chat) -> str:
-        """The text of a prompt: the messages, and the start of the answer.
+        """Returns the text of a prompt: the messages, and the start of the answer.
 
         Raises:
-            ConfigError: The template fails on them, or leaves out text of one.
+            ConfigError: the template fails on the messages, or leaves out text of one.
         """
         text = self._write(chat.messages, chat.tools, ask=True)
         for number, message in enumerate(chat.messages):
@@ -73,7 +73,7 @@ class ChatTemplate:
         return text
 
     def notes(self) -> list[str]:
-        """Returns what the template does to further turns, one line each; a single question is not affected."""
+        """Returns notes on how the template changes conversations of several turns, one line each."""
         found = []
         first = [{"role": "user", "content": _QUESTION}]
         more = [*first, {"role": "assistant", "content": _THINKING}, {"role": "user", "content": _QUESTION}]
@@ -110,7 +110,7 @@ class ChatTemplate:
             )
 
     def _check_date(self) -> None:
-        """Templates learn the time from one function alone."""
+        """Raises `ConfigError` if texts depend on the date; `strftime_now` alone tells it to a template."""
         messages = [{"role": "system", "content": _QUESTION}, {"role": "user", "content": _QUESTION}]
         for asked in (messages, messages[1:]):
             try:
@@ -124,7 +124,7 @@ class ChatTemplate:
                     "the chat template is not stable: it writes the date of today",
                     seen="two prompts of the same messages that differ from day to day",
                     expected="the same prompt whenever the run goes on",
-                    remedy="give it a fixed date, where it takes one: task.chat_options.date_string='26 Jul 2024';"
+                    remedy="give it a fixed date, if it takes one: task.chat_options.date_string='26 Jul 2024';"
                     f" it reads {', '.join(sorted(self._variables() - _OURS))}",
                 )
 
@@ -145,16 +145,16 @@ class ChatTemplate:
 _OURS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"} | {
     f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 }
-"""Variables that are no options."""
+"""Variables of a template that are no options."""
 
 
 def write_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, section: TaskSection, say: Callable[[str], None]
 ) -> None:
-    """Writes the prompts of a task that are messages, leaves out those that are too long, and shows the first one.
+    """Writes the prompts of a task that are messages, leaves out prompts that are too long, and shows the first one.
 
     Raises:
-        ConfigError: The template is not usable, or fails on a prompt; names its place.
+        ConfigError: the template is not usable, or fails on a prompt; names the place of the prompt.
     """
     if isinstance(task, ChatTask):
         with Templates() as templates:

@@ -12,20 +12,20 @@ from moerl.orchestration.run_state import STAGE_ORDER
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointName, find_problem
 
 FOLDER = "cold_start"
-"""In the run directory."""
+"""Folder of the cold start's weights in the run directory."""
 
 
 def cold_start(run: Run, model_path: Path, *, for_its_weights: bool = True) -> Path:
-    """Trains the cold start, unless the run goes on behind it; returns its directory. If that is damaged, it is written
+    """Trains the cold start, unless the run goes on after it; returns its directory. A damaged directory is written
     again from the stage's last checkpoint.
 
     Args:
-        model_path: what it is trained from.
-        for_its_weights: False if those of a newer checkpoint will take their place, so that any model of this shape
-            does. `model_path` is returned then for a damaged directory that cannot be written again.
+        model_path: model directory that the cold start is trained from.
+        for_its_weights: False if weights of a newer checkpoint will replace those of the directory, so that any model
+            of this shape will do. If the directory is damaged and cannot be written again, `model_path` is returned.
 
     Raises:
-        CheckpointError: the directory is damaged, its weights are needed, and that checkpoint is gone.
+        CheckpointError: the directory is damaged, its weights are needed, and the checkpoint is gone.
     """
     output = run.config.run_dir / FOLDER
     if not run.has_done(sft.STAGE, run.config.sft.steps):

@@ -56,17 +56,18 @@ from moerl.telemetry.sinks import METRICS_FILE
 
 
 def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
-    """Cold start (where configured), then RL; leaves a run directory. Exit code 0, or `STOPPED`.
+    """Trains a cold start, if one is configured, then by RL; leaves a run directory. Returns exit code 0, or `STOPPED`.
 
     Args:
-        lock: descriptor of the lock of the run directory, for the ranks to hold, too.
+        lock: descriptor of the lock of the run directory, which the ranks inherit.
     """
     with _open_run(config, "train", resume=resume, lock=lock) as (run, model_path):
         return _until_stopped(run, stop, lambda: _train(run, model_path))
 
 
 def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
-    """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit codes as above."""
+    """Trains a cold start alone; leaves a Hugging Face directory in `run_dir`/cold_start. Returns as `run_train`
+    does."""
     with _open_run(config, "sft", resume=resume, lock=lock) as (run, model_path):
         return _until_stopped(run, stop, lambda: _train_supervised(run, model_path))
 
@@ -89,7 +90,7 @@ def _train(run: Run, model_path: Path) -> None:
         process: MakeProcess = partial(engine_process, config)
         if config.sft.steps > 0:
             process = stack.enter_context(begun_early(config, process))
-            # Of the newest checkpoint come all weights but those of a reference.
+            # In RL a checkpoint replaces all weights of the cold start but those of a reference model.
             for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
             model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
         if not config.has_engine:
@@ -98,7 +99,7 @@ def _train(run: Run, model_path: Path) -> None:
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
-            # Closed at the end whatever comes right after it is open.
+            # On the stack at once, so that a signal right after the start cannot leave the engine open.
             lambda: stack.enter_context(closing(_open_engine(run, start, -1, process)))
         )
         run.leave_if_told()
@@ -106,7 +107,7 @@ def _train(run: Run, model_path: Path) -> None:
         _check_handshake(engine.handshake().spec, run.model.spec)
         collector = _collector(config, model_path, engine, run)
         if config.rollout.is_colocated:
-            # Building and restoring take more memory than the time in which servers sample leaves.
+            # Building and restoring need more memory than servers leave while they sample.
             make_room(engine)
         run.build("rl", model_path, engine)
         packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
@@ -136,7 +137,7 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
 
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:
-    """Calls `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
+    """Opens the engine by `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
     return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
 
 
@@ -169,7 +170,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
 def run_rollout(config: RunConfig) -> int:
     """Samples `rl.group_size` responses to each of `rl.prompts_per_step` prompts, dumps them for `rollout=dumps`, and
-    sums them up."""
+    prints their mean reward, accuracy and length. Returns exit code 0."""
     with _open_reader(config, "rollout") as (collector, reporter):
         prompts = collector.task.prompts("train", config.rl.prompts_per_step)
         requests = collector.requests(
@@ -202,7 +203,7 @@ def run_rollout(config: RunConfig) -> int:
 
 
 def run_eval(config: RunConfig) -> int:
-    """Measures accuracy on the held-out problems, greedily and by samples, with its interval."""
+    """Measures accuracy on the held-out problems, greedily and by samples, with its interval. Returns exit code 0."""
     with _open_reader(config, "eval") as (collector, reporter):
         heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
         reporter.evaluated(0, {"final": heldout}, {})
@@ -218,7 +219,7 @@ def run_eval(config: RunConfig) -> int:
 
 @contextmanager
 def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None) -> Iterator[tuple[Run, Path]]:
-    """Starts the trainer's ranks, the task, the model directory and the run; yields the run and where to start from."""
+    """Opens the task, the trainer's ranks and the run; yields the run and the model directory that it starts from."""
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
     if not resume:
@@ -227,7 +228,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         reporter.say(f"run directory: {config.run_dir}")
         _say_hub_model(config, reporter)
         if config.model.path is not None:
-            # What is wrong with the texts is said before ranks start.
+            # Errors of the texts are raised before ranks start.
             _check_texts(config, task, config.model.path, command, reporter)
         model_path = config.model.path or config.run_dir / INITIAL_MODEL
         to_build = None
@@ -252,7 +253,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
 
 
 def _check_device(config: RunConfig) -> None:
-    """Raises `ConfigError` if what has to be on the first GPU of this machine does not fit there."""
+    """Raises `ConfigError` if the first rank and an embedded engine do not fit on the first GPU of this machine."""
     if torch.cuda.is_available():
         check_shared_device(config, describe_model(config), torch.cuda.get_device_properties(0).total_memory)
 
@@ -273,7 +274,7 @@ def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, 
 
 
 def _load_latest(run: Run) -> None:
-    """Takes the state of the run that goes on, and what was changed for it."""
+    """Loads the state of the run that goes on, and notes the keys that were changed for it."""
     run.load_latest()
     stage, step = run.position
     take_changes(run.config, stage, step, run.reporter)
@@ -289,7 +290,7 @@ def _write_config(config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Parts of a command that only reads a model; `_collector` takes them in place of a `Run`."""
+    """Parts of a command that only reads a model; `_collector` gets them in place of a `Run`."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
@@ -312,7 +313,7 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
 
 @contextmanager
 def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
-    """For the commands that only read a model: no ranks, no trainer."""
+    """Opens the engine of a command that only reads a model, without trainer; yields its collector and reporter."""
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None

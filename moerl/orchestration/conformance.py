@@ -1,5 +1,5 @@
-"""`moerl conformance`: the checks of the data contract, run against one engine. One process; torch where it is needed
-(the embedded engine, a reference, a weight update)."""
+"""`moerl conformance`: the checks of the data contract, run against one engine. One process; loads torch only if it is
+needed (the embedded engine, a reference, a weight update)."""
 
 from __future__ import annotations
 
@@ -34,26 +34,30 @@ _BUCKET_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class EngineUnderTest:
-    """Engine under test: one of `embedded` (a model directory), `server_file` and `url`. model: directory of the
-    reference."""
+    """Engine under test: one of `embedded`, `server_file` and `url`."""
 
     url: str = ""
+    """Address of a server, http or https; empty if the engine is given in another way."""
     server_file: Path | None = None
+    """server.json of a `moerl serve`; None if the engine is given in another way."""
     embedded: Path | None = None
+    """Model directory for the embedded engine; None if the engine is given in another way."""
     model: Path | None = None
+    """Model directory of the reference; None = no reference, for the embedded engine its own directory."""
     updates_weights: bool = False
+    """True if the checks may replace the engine's weights, and put them back."""
 
 
 def run_conformance(
     target: EngineUnderTest, checks: Sequence[ConformanceCheck] = CHECKS, *, prints_json: bool = False
 ) -> int:
-    """Prints what passes, what fails and why.
+    """Runs the checks, and prints which pass, which fail and why.
 
     Returns:
-        Exit code: 0, or 1 where a check failed.
+        Exit code: 0, or 1 if a check failed.
 
     Raises:
-        ConfigError: a model is not what it has to be. EngineError: the engine cannot be reached.
+        ConfigError: a model is damaged, or not the one of the engine. EngineError: the engine cannot be reached.
     """
     subject, judge = open_subject(target)
     with closing(subject):
@@ -75,7 +79,7 @@ def _run(bench: Bench, checks: Sequence[ConformanceCheck], *, prints_json: bool)
 
 
 def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | None]:
-    """The engine, and the reference where a model is given.
+    """Opens the engine, and the reference if a model is given.
 
     Raises:
         ConfigError, EngineError: as `run_conformance`.
@@ -101,7 +105,7 @@ def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
 
 
 def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
-    """Raises ConfigError where the model is not the one under test."""
+    """Loads the reference. Raises `ConfigError` if its model is not the one under test."""
     model = _described(folder, spec)
     check_weights(folder)
     from moerl.ranks.libraries import quiet_libraries
@@ -141,8 +145,8 @@ def _server(target: EngineUnderTest) -> Subject:
 
 
 def _upstream(endpoint: Endpoint, says: ServerSays, folder: Path | None) -> Subject:
-    """Returns a server without our patches. Raises `ConfigError` if the config.json of its model is not on this
-    machine: such a server does not say how many layers and experts there are."""
+    """Describes a server without our patches. Raises `ConfigError` if the config.json of its model is not on this
+    machine: such a server does not say how many layers and experts the model has."""
     served = folder or Path(says.model_path)
     if not (served / "config.json").is_file():
         raise ConfigError(
@@ -160,7 +164,7 @@ def _upstream(endpoint: Endpoint, says: ServerSays, folder: Path | None) -> Subj
 
 
 def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: Path) -> Update:
-    """Requests and updates of the trainer's own client, so that both know of one another."""
+    """Returns a function that asks, and updates weights meanwhile, by the one client that a trainer has, too."""
 
     def across(asks: Sequence[Ask]) -> AcrossUpdate:
         from moerl.rollout.conformance.engines import EngineSubject
@@ -171,7 +175,7 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
         shapes = checkpoint_shapes(folder, model.hf_config)
         weights, engine = RenumberedWeights(model, shapes), _fleet(endpoint, model, says, shapes)
         with closing(EngineSubject(engine, facts, weights)) as subject:
-            # A label alone does not prove that the server holds the weights of this folder.
+            # A version label alone does not prove that the server has the weights of this folder.
             subject.update(read_version(says.policy_version), renumbered=False)
             return subject.across_update(asks)
 
@@ -213,4 +217,4 @@ class _Running:
         return self.endpoint
 
     def close(self) -> None:
-        """The server goes on."""
+        """Leaves the server running."""

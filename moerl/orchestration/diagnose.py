@@ -1,7 +1,7 @@
-"""`moerl diagnose`: dumps of any known system, scored again, and the causes of what differs, as a report.
+"""`moerl diagnose`: dumps of any known system, scored again, and the causes of differing log-probs, as a report.
 
 Runs in one process. The causes are searched in a sample of the rollouts, spread evenly over the dumps; without a model
-the whole dump is looked at, as far as it brings both policies.
+all rollouts are compared that have log-probs of both policies.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from moerl.printable import printable
 from moerl.telemetry.progress import ProgressDisplay, make_progress
 
 UNEXPLAINED = 3
-"""Exit status; 2 is that of a wrong command line, and of files that are wrong or cannot be read."""
+"""Exit status if a gap is not explained; 2 is that of a wrong command line, or files that are wrong or unreadable."""
 _ELSEWHERE = "make room or mend what is named, or name another page with --output, and diagnose again"
-"""Remedy if the page, or a file beside it, cannot be written."""
+"""Remedy if the page, or a file next to it, cannot be written."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    """Writes the report, `options.output`, its JSON beside it, and a table of rollouts if there is a model; prints the
+    """Writes the report, `options.output`, its JSON next to it, and a table of rollouts if there is a model; prints the
     verdict.
 
     Args:
-        options: of `moerl.launch.diagnose`, checked.
+        options: options of `moerl.launch.diagnose`, checked.
 
     Returns:
-        Exit status: 0 in order, 1 a fault was found, `UNEXPLAINED` if no fault was found and not all of the gap is
-        rounding.
+        Exit status: 0 if all is in order, 1 if a fault was found, `UNEXPLAINED` if no fault was found and not all of
+        the gap is rounding.
 
     Raises:
         ConfigError: there is no dump or no model, or nothing in the dumps can be used.
@@ -67,7 +67,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
 
 
 def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Report, Path]:
-    """Writes the page and what is beside it."""
+    """Writes the page and the files next to it; returns the report and the path of the page."""
     progress.begin_part("reading, rollouts")
     checkpoints = [HuggingFaceCheckpoint(*split_version(named)) for named in options.model]
     described = [_described(checkpoint) for checkpoint in checkpoints]
@@ -153,7 +153,7 @@ def _by_model(
 def _used_first(
     checkpoints: Sequence[HuggingFaceCheckpoint], described: Sequence[ModelDescription], sample: Sequence[DumpedRollout]
 ) -> tuple[list[HuggingFaceCheckpoint], list[ModelDescription]]:
-    """Returns checkpoints whose version no rollout names behind the others: rounding is measured on the first one."""
+    """Moves checkpoints whose version no rollout names behind the others: rounding is measured on the first one."""
     named = {int(rollout.policy_versions.max()) for rollout in sample}
     unused = [each.version is not None and each.version not in named for each in checkpoints]
     order = sorted(range(len(checkpoints)), key=unused.__getitem__)
@@ -161,7 +161,7 @@ def _used_first(
 
 
 def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | None) -> DumpedRollout:
-    """With what the command line says of sampling, in the place of the dump."""
+    """Returns the rollout with the command line's temperature and top-p in place of the dump's, if they are given."""
     changes: dict[str, Any] = {}
     if temperature is not None:
         changes["temperatures"] = np.where(rollout.sampled, temperature, 1.0).astype(np.float32)
@@ -172,7 +172,7 @@ def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | 
 
 
 def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:
-    """Rollouts of all dumps; names that several share are told apart."""
+    """Yields the rollouts of all dumps; a number is added to a name that came before."""
     seen: dict[str, int] = {}
     for dump in dumps:
         for rollout in dump.rollouts:
@@ -195,8 +195,8 @@ def _fitting(
 
 
 def _spread(rollouts: Iterator[DumpedRollout], count: int, num_tokens: int) -> tuple[list[DumpedRollout], int]:
-    """At most `count` of them, and `num_tokens` tokens, each as likely as any other (reservoir sampling, one seed), in
-    their order; and how many there were."""
+    """Draws at most `count` rollouts, and `num_tokens` tokens, each as likely as any other (reservoir sampling, one
+    seed), in their order; returns them, and how many there were."""
     rng, kept, total = np.random.default_rng(0), list[tuple[int, DumpedRollout]](), 0
     for total, rollout in enumerate(rollouts, 1):
         if len(kept) < count:
@@ -257,7 +257,8 @@ def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: P
 
 
 def _tallies_for(rollout: DumpedRollout) -> Tallies:
-    """Experts are not counted anywhere in a dump: as many as the ids need, rounded up to what models have."""
+    """Makes tallies for dumps like that of a rollout. A dump does not say how many experts there are: as many as the
+    ids need, rounded up to a power of two, 64 at least."""
     if rollout.trainer_expert_ids is None or rollout.expert_ids is None:
         return Tallies(0, 1, 1)
     largest = max(int(rollout.trainer_expert_ids.max()), int(rollout.expert_ids.max()))

@@ -1,6 +1,6 @@
-"""Scorers of the checkpoints that `moerl diagnose` is given: where weights are, and in which arithmetic each computes.
+"""Scorers of the checkpoints that `moerl diagnose` is given, the devices of their weights and their arithmetic.
 
-Runs in its process.
+Runs in the process of `moerl diagnose`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.flo
 
 @dataclass(frozen=True, slots=True)
 class ScoringOptions:
-    """How rollouts are scored. dtype: of weights and arithmetic, as the trainer names it."""
+    """Options of scoring."""
 
     backend: Literal["hf", "trainer"]
+    """Library that computes log-probs: hf = transformers, trainer = Megatron."""
     dtype: str
+    """Dtype of weights and arithmetic, as the trainer names it."""
 
 
 @dataclass(slots=True)
 class _Shown:
-    """Shows how far scores are, and that causes are looked for between them."""
+    """Callback that shows how many rollouts are scored, and, between calls of a scorer, the search for causes."""
 
     progress: ProgressDisplay
     number: int = 0
@@ -57,9 +59,13 @@ class Models:
     """Scorers of the named checkpoints, newest first."""
 
     held: HeldModels
+    """Models in memory, which all scorers share."""
     checkpoints: Sequence[HuggingFaceCheckpoint]
+    """Checkpoints to score with, newest first."""
     described: Sequence[ModelDescription]
+    """Description of each checkpoint's model, in the same order."""
     options: ScoringOptions
+    """Backend and dtype of `scorers`."""
 
     @classmethod
     def planned(
@@ -70,7 +76,7 @@ class Models:
         longest: int,
         progress: ProgressDisplay,
     ) -> Models:
-        """Plans where weights rest, and says it. longest: tokens of the longest rollout."""
+        """Plans on which device weights are kept, and shows the plan. longest: tokens of the longest rollout."""
         device, dtype = platform.device(), options.dtype
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
@@ -90,7 +96,7 @@ class Models:
         return cls(held, checkpoints, described, options)
 
     def of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
-        """A scorer of a checkpoint in this arithmetic."""
+        """Makes a scorer of a checkpoint in this arithmetic. number: index in `checkpoints`."""
         checkpoint = self.checkpoints[number]
         return TransformersScorer(
             self.held,
@@ -101,16 +107,16 @@ class Models:
         )
 
     def finer(self) -> TransformersScorer:
-        """A scorer of the first checkpoint in an arithmetic of twice as many bits."""
+        """Makes a scorer of the first checkpoint in an arithmetic of twice as many bits."""
         return self.of(0, _FINER[self.held.dtype])
 
     def half(self) -> TransformersScorer | None:
-        """A scorer of the first checkpoint in 16 bits, if weights have more."""
+        """Makes a scorer of the first checkpoint in 16 bits; returns None if weights have no more."""
         return self.of(0, torch.bfloat16) if self.held.dtype is torch.float32 else None
 
     @contextlib.contextmanager
     def scorers(self) -> Iterator[list[RolloutScorer]]:
-        """One for each checkpoint."""
+        """Yields a scorer for each checkpoint, by the backend of the options."""
         dtype = self.options.dtype
         if self.options.backend == "hf":
             yield [self.of(number, DTYPES[dtype]) for number in range(len(self.checkpoints))]

@@ -1,6 +1,6 @@
 """Groups for the loop from dumps, with no engine: the same contract, quarantine, ledger and checkpoints.
 
-The rollouts of a step are read when it begins. Their versions and ages are those that were recorded. Runs in the
+The rollouts of a step are read when the step begins. Their versions and ages are the recorded ones. Runs in the
 controller.
 """
 
@@ -43,12 +43,12 @@ class DumpSource:
     A group that is filtered, or of which no rollout is admitted, is not replaced: its batch is smaller.
 
     Args:
-        model: that is trained.
-        quarantine: admits every rollout; where those are kept that break the contract.
-        say: takes lines for people.
+        model: model that is trained.
+        quarantine: checks every rollout; keeps those that break the contract.
+        say: called with lines for people.
 
     Attributes:
-        metrics: of the latest batch.
+        metrics: metrics of the latest batch.
 
     Raises:
         ConfigError: the dump cannot be read, or does not fit model and settings.
@@ -76,7 +76,7 @@ class DumpSource:
         return min(self._config.rl.steps, len(self._batches))
 
     def describe(self) -> list[str]:
-        """Returns what a user should know of the dump, a line each."""
+        """Returns notes for the user on the dump, a line each."""
         found, wanted = self._survey, self._config.rl.steps
         lines = [
             f"rollouts: {self._path} ({found.format}): {found.num_rollouts} rollouts in {len(found.groups)} groups,"
@@ -131,15 +131,17 @@ class DumpSource:
         return chosen
 
     def _trained_version(self, rollouts: Sequence[DumpedRollout]) -> int:
-        """Returns the version that the batch is trained with: that of the run that wrote it, if the file is of a step
-        of ours. Other dumps do not say it: it is the newest of the batch, or the steps of this run if they are more."""
+        """Returns the policy version that the batch is trained with. For the file of a step of moerl, it is the version
+        that the run which wrote it trained; other dumps do not say it: it is then the newest version of the batch, or
+        the number of this run's steps if that is larger."""
         step = self._batches[self._done][0].step
         if self._survey.format == own.FORMAT and step > 0:
             return step - 1
         return max(self._done, *(int(rollout.policy_versions.max()) for rollout in rollouts))
 
     def _admitted(self, number: int, rollouts: Sequence[DumpedRollout], version: int) -> list[Trajectory]:
-        """Returns the trajectories of a group that keep the contract; the ledger has the others as quarantined."""
+        """Returns the trajectories of a group that keep the contract; counts the others as quarantined in the
+        ledger."""
         admitted: list[Trajectory] = []
         for rollout in rollouts:
             trajectory = self._admit(rollout, version)
@@ -162,7 +164,8 @@ class DumpSource:
         return self._quarantine.admit(record, trainer_version=version)
 
     def _kept(self, number: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Returns what `rl.filters` and `rl.keep` leave of a group; dumps of a run hold what they left there."""
+        """Returns the trajectories that `rl.filters` and `rl.keep` leave of a group. A run dumps only those that its
+        own filters left."""
         loop = self._config.rl
         if trajectories and (reason := filtered_for(trajectories, loop.filters)):
             self.ledger.filter(number, reason)
@@ -211,10 +214,10 @@ class DumpSource:
         }
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
-        """Takes over the state of a checkpoint.
+        """Restores the state of a checkpoint.
 
         Raises:
-            CheckpointError: the dump is no longer what was trained.
+            CheckpointError: the dump has changed since the checkpoint.
         """
         if snapshot:
             self.ledger = Ledger.restored(snapshot["ledger"])
@@ -234,22 +237,22 @@ class DumpSource:
     # --- parts of the port that belong to an engine ------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Has nothing to take back: what was not trained is read again."""
+        """Does nothing: rollouts that were not trained are read again."""
 
     def upcoming(self) -> None:
-        """Nothing is read ahead."""
+        """Returns None: nothing is read ahead."""
 
     def expect(self) -> Taken:
         raise AssertionError("a run from dumps publishes no weights")
 
     def settle(self) -> None:
-        """Waits for nothing."""
+        """Does nothing: there is no engine to wait for."""
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
-        """Has no journal to shorten."""
+        """Does nothing: there is no journal to shorten."""
 
     def finished(self) -> None:
-        """Has no journal to clear."""
+        """Does nothing: there is no journal to clear."""
 
     def close(self) -> None:
         """Drops the file that is being read."""

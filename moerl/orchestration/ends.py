@@ -1,4 +1,4 @@
-"""Tokens that end a response: all that any file of a model directory names; every engine gets all of them."""
+"""Tokens that end a response: all that any file of a model directory names. Every engine gets all of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ANSWER = "moerl-answer"
 
 
 def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that end a response: the tokenizer's, then those of `eos_token_id` (a number or a list) in
-    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; then the special token
-    that the chat template writes after an answer; each once.
+    """Returns the ids of the tokens that end a response, each once: the tokenizer's, then those of `eos_token_id` (a
+    number or a list) in `generation_config.json`, in which chat models name the end of a turn, and in `config.json`;
+    then the special token that the chat template writes after an answer.
 
     The first is the end that demonstrations teach.
 
     Args:
-        vocab_size: ids that can be sampled.
+        vocab_size: number of ids that can be sampled.
 
     Raises:
-        ConfigError: there is none, so no response could ever stop; a file cannot be read; or an id is no token.
+        ConfigError: no token is named, so no response could ever stop; a file cannot be read; or an id is no token.
     """
     ends: list[int] = []
     for place, end in _named(folder, tokenizer):
@@ -51,13 +51,13 @@ def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
 
 
 def describe_ends(ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line for the user."""
+    """Returns one line for the user."""
     names = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends]
     return "a response ends with " + " or ".join(names)
 
 
 def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Any]]:
-    """Every end with the file that names it."""
+    """Yields every end with the file that names it."""
     if tokenizer.eos_token_id is not None:
         yield "tokenizer_config.json", tokenizer.eos_token_id
     for name in _FILES:
@@ -70,8 +70,8 @@ def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[s
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after an answer; None where it writes none, or wants more than
-    two messages."""
+    """Returns the special token that the chat template writes after an answer; None if it writes none, or fails on a
+    question with an answer."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
@@ -84,7 +84,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Content of a file of settings; nothing where there is no such file."""
+    """Returns the content of a file of settings; an empty dictionary if there is no such file."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The rollout engine that a configuration asks for. Runs on the rank that hosts it; what follows sees ports only."""
+"""The rollout engine that a configuration asks for. Runs in the controller; callers see the engine's port only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from moerl.rollout.sglang.server import ServerOptions
 from moerl.trainer.hf_directory import checkpoint_shapes
 
 SERVER_FOLDER = "sglang"
-"""In the run directory: a folder for each of the run's own servers, with its log and options."""
+"""Folder in the run directory: it has a folder for each of the run's own servers, with its log and options."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -48,8 +48,9 @@ MakeProcess = Callable[[Path], EngineProcess]
 
 @contextmanager
 def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess]:
-    """`process` for `open_engine`, where that of an embedded engine beside the trainer begins at once: it imports its
-    libraries while the caller does something else. It ends with the context if no engine took it."""
+    """Yields a `process` for `open_engine`. The process of an embedded engine with `placement` beside is started at
+    once: it imports its libraries while the caller does something else. It is ended with the context if no engine used
+    it."""
     rollout = config.rollout
     if not isinstance(rollout, EmbeddedRolloutConfig) or rollout.placement != "beside" or config.launch.on == "ray":
         yield process
@@ -60,7 +61,7 @@ def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess
 
 
 def _log(config: RunConfig) -> Path:
-    """For the output of an engine's process."""
+    """Returns the file for the output of an engine's process."""
     return config.run_dir / "logs" / "engine.log"
 
 
@@ -72,17 +73,18 @@ def open_engine(
     launcher: OwnLauncher = OwnServer,
     process: MakeProcess = LocalProcess,
 ) -> PolicyEngine:
-    """The engine of `config.rollout` for the model of a directory; whoever opens it closes it.
+    """Opens the engine of `config.rollout` for the model of a directory; the caller closes it.
 
     Args:
-        version: policy version of its weights; -1 where the engine must wait for a first update.
-        say: told what a user should know about a server, or about an engine on a GPU.
-        launcher: of the run's own servers; process: of an embedded engine beside the trainer, by its log. On this
-            machine if not said.
+        version: policy version of its weights; -1 if the engine must wait for a first update.
+        say: called with lines for the user about a server, or about an engine on a GPU.
+        launcher: makes the launcher of one of the run's own servers; on this machine by default.
+        process: starts the process of an embedded engine with `placement` beside, by its log; on this machine by
+            default.
 
     Raises:
-        EngineError: it cannot serve.
-        ConfigError: the directory does not hold the weights of its model.
+        EngineError: the engine cannot serve.
+        ConfigError: the directory does not have the weights of its model.
     """
     rollout = config.rollout
     assert model.folder is not None
@@ -99,7 +101,7 @@ def open_engine(
         max_running=rollout.max_running,
         response_seconds=rollout.response_seconds,
         probe_seconds=rollout.probe_seconds,
-        # A step of ours is a few calls of a server.
+        # A step of an update, which may take `weights.step_seconds`, is a few calls of a server.
         update_seconds=config.weights.step_seconds / 2,
         bucket_bytes=config.weights.bucket_bytes,
         shapes=checkpoint_shapes(model.folder, model.hf_config),
@@ -142,13 +144,14 @@ def _embedded(
 
 
 def engine_memory(engine: PolicyEngine) -> int:
-    """Returns the peak resident memory of the process that an embedded engine has to itself; 0 for other engines, which
-    share that of the controller or are servers."""
+    """Returns the peak resident memory of an embedded engine's own process, in bytes; 0 for other engines, which run in
+    the controller or are servers."""
     return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
 
 
 def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
-    """A label alone does not prove that servers which others started hold the weights of this folder."""
+    """Sends the weights of a folder to servers that others started: their version label alone does not prove that they
+    have these weights."""
     with undoing(engine.close):  # leaves the servers
         engine.begin_update(version)
         for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
@@ -189,7 +192,7 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
         vocab_size=model.spec.vocab_size,
         passed_on=rollout.server_args,
         policy_version=version,
-        # Where senders are, too.
+        # An address that the ranks can reach, which send the weights.
         host=controller_address(config.launch),
     )
     # On a cluster Ray gives each server its GPUs.
@@ -201,16 +204,16 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
 
 
 def first_devices(servers: int, tensor: int, gpus: int | None, *, shared: bool = False) -> list[int]:
-    """The first device of each server of a run: the last GPUs of this machine, since ranks of the trainer take the
-    first ones.
+    """Returns the first device of each server of a run. Servers get the last GPUs of this machine, since ranks of the
+    trainer use the first ones.
 
     Args:
         tensor: devices of one server.
-        shared: the GPUs of the ranks, instead.
-        gpus: of this machine; None on CPUs, where cores are counted from the last one, and where Ray chooses.
+        gpus: GPUs of this machine; None on CPUs, whose cores a server counts from the last one, and if Ray chooses.
+        shared: True if servers share the GPUs of the ranks, from the first one on.
 
     Raises:
-        EngineError: there are not as many.
+        EngineError: this machine has fewer GPUs than the servers need.
     """
     free = 0 if gpus is None else gpus - servers * tensor
     if free < 0:

@@ -28,30 +28,31 @@ SHOWN_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """num_problems: answers that were admitted. accuracy: share of them that solve their problem.
-
-    length_mean: sampled tokens per response. rewards: means by name.
-    scores: by name (``accuracy``, ``pass@8``, ``majority@8``; of a set ``gsm8k accuracy``) value, and lower and upper
-        end of its interval of 95 %.
-    samples: by name of the set (``""`` where there is one), the greedy response with the highest and the one with the
-        lowest reward, with their prompts, as Markdown.
-    """
+    """Results of one evaluation."""
 
     num_problems: int
+    """Greedy responses that were admitted, one a problem."""
     accuracy: float
+    """Share of the greedy responses that solve their problem; NaN if the task has no reward `accuracy`."""
     length_mean: float
+    """Mean of sampled tokens per greedy response."""
     rewards: dict[str, float]
+    """Means by name, over the greedy responses that have the reward."""
     scores: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """By name (``accuracy``, ``pass@8``, ``majority@8``; of a set ``gsm8k accuracy``): value, and lower and upper end
+    of its interval of 95 %."""
     samples: dict[str, str] = field(default_factory=dict)
+    """By name of the set (``""`` if there is one only): the greedy response with the highest and the one with the
+    lowest reward, with their prompts, as Markdown."""
 
 
 def evaluate(collector: Collector, split: str, count: int, *, version: int, worked: bool = False) -> Evaluation:
-    """Solves the first `count` problems of a split greedily, and held-out ones by samples where the collector's plan
-    asks for them. The responses are kept as ``<split>-<version>.parquet``, the scores beside them as JSON.
+    """Solves the first `count` problems of a split greedily, and held-out ones by samples if the collector's plan asks
+    for them. The responses are kept as ``<split>-<version>.parquet``, the scores next to them as JSON.
 
     Args:
-        version: policy version the engine holds.
-        worked: make the model show its work, by starting each response with the task's `work_prefix`.
+        version: policy version of the engine's weights.
+        worked: True makes the model show its work, by starting each response with the task's `work_prefix`.
     """
     plan = collector.evaluations
     prompts = collector.task.prompts(split, count)
@@ -106,7 +107,7 @@ def _rows(
     *,
     greedy: bool,
 ) -> list[dict[str, Any]]:
-    """A row of the table for each response, in the order of the problems."""
+    """Makes a row of the table for each response, in the order of the problems."""
     order = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     rows = []
     for trajectory in trajectories:
@@ -130,7 +131,7 @@ def _rows(
 
 
 def score_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
-    """Scores of a table of responses, of all problems and of each set where there are several."""
+    """Computes the scores of a table of responses: of all problems, and of each set if there are several."""
     scores = _scores(rows, "")
     sets = sorted({row["set"] for row in rows})
     for name in sets if len(sets) > 1 else ():
@@ -143,7 +144,7 @@ def _scores(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, tuple[f
     found = {"accuracy": greedy} if greedy else {}
     sampled = [row for row in rows if row["sample"] != GREEDY_SAMPLE]
     problems = [[*group] for _, group in groupby(sampled, lambda row: row["prompt_id"])]
-    # A response without a reward leaves its problem with fewer.
+    # A problem has fewer responses than asked for if rewards of some failed.
     for k in powers_up_to(max(map(len, problems))) if problems else ():
         enough = [problem for problem in problems if len(problem) >= k]
         right = [[bool(row["correct"]) for row in problem] for problem in enough]
@@ -155,7 +156,7 @@ def _scores(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, tuple[f
 
 
 def sample_texts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """`Evaluation.samples` of a table of greedy responses."""
+    """Returns the `Evaluation.samples` of a table of greedy responses."""
     found = {}
     sets = sorted({row["set"] for row in rows})
     for name in sets:
@@ -166,7 +167,7 @@ def sample_texts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _sample_text(title: str, row: Mapping[str, Any]) -> str:
-    """Indented by four, so that nothing in a text is taken for Markdown."""
+    """Formats a response as Markdown; its texts are indented by four, so that nothing in them is read as Markdown."""
     rewards = ", ".join(f"{name.removeprefix('reward_')} {row[name]:g}" for name in row if name.startswith("reward_"))
     parts = [f"**{title}: {rewards}** ({row['num_sampled']} tokens, {row['finish_reason']})"]
     for what in ("prompt", "text"):

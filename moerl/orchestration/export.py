@@ -25,15 +25,15 @@ ALONE = ParallelConfig(tensor=1, pipeline=1, virtual_pipeline=1, expert=1, exper
 
 
 def run_export(run_dir: Path, step: int | None, output: Path) -> int:
-    """Writes the weights of one checkpoint to `output`. Exit code 0.
+    """Writes the weights of one checkpoint to `output`. Returns exit code 0.
 
     Args:
-        run_dir: of a run in any parallel layout; may go on training meanwhile.
-        step: which checkpoint; where both stages have one of this step, that of reinforcement learning. None for the
+        run_dir: directory of a run in any parallel layout; the run may go on training meanwhile.
+        step: step of the checkpoint; if both stages have one of this step, that of reinforcement learning. None for the
             newest valid one.
 
     Raises:
-        ConfigError: `output` is there already, or `run_dir` holds no run.
+        ConfigError: `output` is there already, or `run_dir` has no run.
         CheckpointError: there is no such checkpoint, or it is corrupt.
     """
     config = check_export(run_dir, output)

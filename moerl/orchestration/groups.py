@@ -1,7 +1,7 @@
 """Batches of groups: prompts are dispatched slot by slot, their responses collected, filtered, and handed out in order.
 
 Every rollout that is asked for is in the ledger until it is trained, filtered or refused. Without staleness a step asks
-for its groups and waits for them; with it they are collected by threads beside the training. Runs in the controller.
+for its groups and waits for them; with staleness threads collect groups during the training. Runs in the controller.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from moerl.orchestration.rollouts import Collector, RolloutOutcome, in_request_o
 from moerl.orchestration.selection import check_fills_up, filtered_for, select
 
 NOT_KEPT = "not_kept"
-"""Why rollouts are filtered that `rl.keep` leaves out of a group."""
+"""Reason in the ledger of rollouts that `rl.keep` leaves out of a group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A finished group and the trajectories of it that are trained. What it leaves behind is in the ledger once it is
-    trained: until then a checkpoint has all of it asked for again."""
+    """A finished group and the trajectories of it that are trained. The ledger counts the others once these are
+    trained: a run that goes on from an earlier checkpoint asks for the whole group again."""
 
     group: FinishedGroup
     kept: list[Trajectory]
 
 
 class GroupSource:
-    """Asks for groups and hands out batches of them.
+    """Source of groups that asks an engine for them, and hands out batches of them.
 
     Args:
-        prompts: of the training split; the order in which they are taken follows from the seed alone.
+        prompts: prompts of the training split; their order follows from the seed alone.
         stage: first part of every rollout id.
-        journal: where finished groups are kept until a checkpoint holds what became of them.
+        journal: keeps finished groups until a checkpoint records what became of them.
 
     Attributes:
-        version: of the weights that are trained next.
-        metrics: of the latest batch.
+        version: policy version of the weights that are trained next: the number of trained batches.
+        metrics: metrics of the latest batch.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GroupSource:
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished, self._batch = dict[int, _Waiting](), dict[int, _Waiting]()
         self._held, self._awaits_engines = list[int](), False
-        # Held while any of the above is read or changed: with staleness, threads collect.
+        # Locked while any of the above is read or changed: with staleness, threads collect.
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = self._is_batch_wanted = False
@@ -78,10 +78,10 @@ class GroupSource:
         return self.limits.max_staleness > 0
 
     def batch(self) -> list[Trajectory]:
-        """The trajectories of the next step, group by group in the order of dispatch; waits for them.
+        """Returns the trajectories of the next step, group by group in the order of dispatch; waits for them.
 
         Raises:
-            MoerlError: Too many groups were filtered or all were refused, or a token is older than the limits allow.
+            MoerlError: too many groups were filtered or all were refused, or a token is older than the limits allow.
         """
         first = self._queue.next_number
         with self._state:
@@ -114,7 +114,8 @@ class GroupSource:
         return trajectories
 
     def upcoming(self) -> list[Trajectory] | None:
-        """Waits, beside the training, for what `batch` would return now; None once it is asked, or all is over."""
+        """Waits, in a thread of the caller, for the trajectories that `batch` would return now; returns None once
+        `batch` is called, or the source is closed or has failed."""
         with self._state:
             while not (numbers := self._queue.next_batch()):
                 if self._is_batch_wanted or self._is_closed or self._error is not None:
@@ -123,7 +124,7 @@ class GroupSource:
             return [trajectory for number in numbers for trajectory in self._finished[number].kept]
 
     def _take_batch(self) -> list[int]:
-        """The next batch's groups, empty while there is none; drops those that are too old by now, where asked to."""
+        """Returns the next batch's groups, none while it is not full. Drops groups that are too old, if `limits` do."""
         if self.limits.drops:
             for number in self._queue.numbers(GroupState.FINISHED):
                 if max(age(self.version, _versions(t)) for t in self._finished[number].kept) > self.limits.max_age:
@@ -131,7 +132,7 @@ class GroupSource:
         return self._queue.take()
 
     def trained(self) -> None:
-        """The batch was trained: what became of it is in the ledger. Its slots wait for engines to hold the weights."""
+        """Counts the batch as trained in the ledger. Its slots stay taken until engines have the new weights."""
         self.settle()
         with self._state:
             for number, waiting in self._batch.items():
@@ -139,18 +140,18 @@ class GroupSource:
                 self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
                 self.ledger.train(number, len(waiting.kept))
             self._held, self._batch = [*self._held, *self._batch], {}
-            # Engines hold it in a moment, and what they sample then must not look like the future.
+            # Before engines have the new weights: their tokens must not seem to be of a later version than this one.
             self.version += 1
             self.ledger.check()
 
     def expect(self) -> Taken:
-        """Weights are on their way to engines. What this returns is told, from any thread, once they are there: the
-        slots of the batches that they came of take the next groups."""
+        """Returns a callback. Call it, from any thread, when the engines have the new weights; it frees the slots of
+        the batches that those weights were trained on."""
         self._awaits_engines = True
         return self._taken
 
     def settle(self) -> None:
-        """Waits until engines hold the weights that are on their way. Raises what went wrong beside the training."""
+        """Waits until the callback of `expect`, if one is due, is called. Raises the first error of a thread."""
         with self._state:
             while self._awaits_engines and self._error is None:
                 self._wait()
@@ -158,8 +159,8 @@ class GroupSource:
                 raise self._error
 
     def _wait(self) -> None:
-        """For what happens beside the training. Raises `WeightSyncError` where an engine that should take weights lets
-        nothing be heard."""
+        """Waits for the next change by a thread. Raises `WeightSyncError` if an engine that has to take weights has not
+        taken them after `weights.step_seconds`."""
         seconds = self._config.weights.step_seconds if self._awaits_engines else None
         if not self._state.wait(seconds):
             raise not_taken(self._config.weights.step_seconds)
@@ -178,7 +179,7 @@ class GroupSource:
             self._fail(error)
 
     def close(self) -> None:
-        """After the steps: what is collected at their end is given up."""
+        """Ends the source after the last step; groups that are still being collected are dropped."""
         with self._state:
             self._is_closed = True
             self._state.notify_all()
@@ -187,11 +188,11 @@ class GroupSource:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def _ask_for_more(self) -> bool:
-        """Asks for what was asked for before a resume, and for as many new groups as there are free slots. What the
-        journal has of them is taken from there.
+        """Asks for the groups that were asked for before a resume, and for new groups while there are free slots.
+        Groups of the journal are not sampled again.
 
         Returns:
-            Whether some were there at once.
+            True if the journal had some of the groups.
         """
         numbers, self._again = self._again, list[int]()
         while self._queue.num_free > 0 and self._num_open < self._num_left:
@@ -217,12 +218,12 @@ class GroupSource:
 
     @property
     def _num_open(self) -> int:
-        """Groups that were asked for and are still to be trained, or in training."""
+        """Number of groups that were asked for and are still to be trained, or in training."""
         return len(self._queue.numbers(GroupState.RUNNING, GroupState.FINISHED)) + len(self._batch)
 
     @property
     def _num_left(self) -> int:
-        """Groups that the run will still train."""
+        """Number of groups that the run will still train, those in training included."""
         return (self._config.rl.steps - self.version) * self.limits.groups_per_step
 
     def _collect_beside(self, numbers: Sequence[int]) -> None:
@@ -238,7 +239,7 @@ class GroupSource:
             self._state.notify_all()
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Collects groups, each of which can be trained as soon as all of its rollouts are there."""
+        """Collects groups; each can be trained as soon as all of its rollouts are there."""
         collector, version = self._collector, self.version
         requests = {number: self._requests(number) for number in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
@@ -263,7 +264,7 @@ class GroupSource:
                 if len(found[number]) == len(requests[number]):
                     self._take(number, requests.pop(number), found.pop(number))
         for number, group in requests.items():
-            # An engine that leaves out a rollout does not get to make the group smaller unseen.
+            # A rollout that the engine leaves out counts as refused: no group gets smaller unseen.
             self._take(number, group, found[number])
         # A few groups that replace others may all be refused; a whole batch may not.
         at_most = len(asked) if len(numbers) >= self.limits.groups_per_step else len(asked) + 1
@@ -274,7 +275,7 @@ class GroupSource:
             self._collector.watch(done, total, tokens)
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
-        """A group whose rollouts have all come."""
+        """Adds a group whose rollouts are all answered to the journal, and finishes it."""
         trajectories = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
         refused = dict.fromkeys((r.lineage.rollout_id for r in requests), "no_answer")
         refused |= {o.rollout_id: o.refusal.reason for o in outcomes if o.refusal is not None}
@@ -283,14 +284,14 @@ class GroupSource:
         group = FinishedGroup(number, trajectories, refused)
         with self._state:
             if not self._is_closed:
-                # Without staleness a batch is trained before the next checkpoint, and only what the weights of the last
-                # one have sampled can be taken from the journal.
+                # Without staleness a batch is trained before the next checkpoint, and `recover` uses only groups that
+                # the weights of the last checkpoint have sampled.
                 if self.overlaps or group.newest_version <= self._saved_version:
                     self._journal.append(group)
                 self._finish(group)
 
     def _finish(self, group: FinishedGroup) -> None:
-        """The group waits for its batch, or is filtered."""
+        """Lets a group wait for its batch, or filters it."""
         self._lengths.offer(group.number, (trajectory.num_sampled for trajectory in group.trajectories))
         if self._curriculum:
             self._curriculum.learn(group.trajectories)
@@ -310,7 +311,8 @@ class GroupSource:
         return kept
 
     def _leave_out(self, group: FinishedGroup, reason: str) -> None:
-        """A group gives its slot back untrained; without a reason none of its rollouts is left."""
+        """Frees the slot of a group that is not trained. reason: that of the ledger; empty if all rollouts of the group
+        were refused."""
         self._queue.filter(group.number)
         self._count_refused(group)
         if reason:
@@ -348,7 +350,7 @@ class GroupSource:
             return kept | ({"prompts": self._curriculum.snapshot(queue["open"])} if self._curriculum else {})
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
-        """A checkpoint of this step was begun, with this snapshot: the one before is on disk."""
+        """Notes that a checkpoint of this step was begun, with this snapshot: the one before is on disk."""
         with self._state:
             if self._committed is not None:
                 self._journal.forget(self._committed["queue"]["open"], self._committed["queue"]["next_number"])
@@ -356,11 +358,11 @@ class GroupSource:
             self._journal.begin(step)
 
     def finished(self) -> None:
-        """The last checkpoint is on disk: nothing will be asked for again."""
+        """Clears the journal: the last checkpoint is on disk, and nothing will be asked for again."""
         self._journal.clear()
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
-        """Takes over the state of a checkpoint after `step` steps; of one without any, counts from there."""
+        """Restores the state of a checkpoint after `step` steps; with an empty snapshot, numbers start there."""
         if snapshot:
             self._queue = GroupQueue.restored(self.limits, snapshot["queue"])
             self.ledger = Ledger.restored(snapshot["ledger"])
@@ -375,11 +377,11 @@ class GroupSource:
         self._again = self._queue.numbers(GroupState.RUNNING)
 
     def recover(self) -> None:
-        """After `restore`: takes the journal's groups, where the weights that sampled them belong to this checkpoint;
-        later weights are gone with the steps that were lost."""
+        """Reads the groups of the journal, after `restore`. Groups that later weights than this checkpoint's sampled
+        are sampled again: these weights are gone with the steps that were lost."""
         step = self.version
         if not step:
-            # What sampled them was not in a checkpoint.
+            # No checkpoint has the weights that sampled them.
             self._journal.clear()
         found = self._journal.read()
         if num_torn := self._journal.torn_bytes:

@@ -1,7 +1,7 @@
 """Log of configuration keys that were changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in
 the controller.
 
-One row per changed key: time, last stage and step with the old value, old and new value, and what the change brings.
+One row per changed key: time, last stage and step with the old value, old and new value, and the effect of the change.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ from moerl.reading import read_text
 
 HISTORY_FILE = "history.jsonl"
 STEPS = {"sft.steps": "sft", "rl.steps": "rl"}
-"""Keys that say how long a stage is."""
+"""Keys that say how many steps a stage has, and the stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """time: ISO 8601, UTC. stage, step: the last one with the old value. note: what the change brings, or empty."""
+    """Change of one configuration key, as `history.jsonl` stores it."""
 
     time: str
+    """Moment at which the run went on with the new value: ISO 8601, UTC."""
     stage: str
+    """Stage of `step`."""
     step: int
+    """Last step with the old value; 0 before the first."""
     key: str
+    """Dotted name of the key."""
     old: Any
+    """Value before, plain JSON."""
     new: Any
+    """Value from the next step on, plain JSON."""
     note: str
+    """Effect of the change, for people; empty if there is nothing to say."""
 
     def __str__(self) -> str:
         text = f"{self.key} {json.dumps(self.old)} -> {json.dumps(self.new)} after step {self.step} of {self.stage}"
@@ -44,12 +51,12 @@ class HistoryRow:
 
 
 def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -> None:
-    """Notes and says what is other than before in a run that goes on from `step` of `stage`.
+    """Stores and shows the keys that have other values than before in a run that goes on from `step` of `stage`.
 
     The stored configuration is still the one before; the caller replaces it.
 
     Raises:
-        ConfigError: a stage is to be no longer than it is already.
+        ConfigError: the configuration gives a stage no more steps than the stage has made already.
     """
     changes = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config)
     for change in changes:
@@ -66,7 +73,8 @@ def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -
 
 
 def read_history(run_dir: Path) -> list[HistoryRow]:
-    """The rows so far, none where nothing was ever changed. Raises `CheckpointError` for a damaged file."""
+    """Returns the rows so far; an empty list if nothing was ever changed. Raises `CheckpointError` for a damaged
+    file."""
     path = run_dir / HISTORY_FILE
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Hugging Face model directories: built from an architecture, read for the engine, written from an export."""
+"""Hugging Face model directories: built from an architecture, and read for tokenizers and the embedded engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ VOCAB_MULTIPLE = 8
 
 
 def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path) -> None:
-    """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all, sealed."""
+    """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole, with its seal, or not at
+    all."""
     torch.manual_seed(seed)
     vocab_size = -(-num_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
@@ -42,7 +43,7 @@ def new_tokenizer(model: ModelConfig, task: Task) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model to build: that of `model.tokenizer`, or one trained on the texts of the task.
 
     Raises:
-        ConfigError: it cannot be read, has more ids than the model may have, or names no end of a response.
+        ConfigError: the tokenizer cannot be read, has more ids than the model may have, or names no end of a response.
     """
     assert model.architecture is not None
     limit = model.architecture.vocab_size
@@ -74,7 +75,7 @@ def read_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
         key: the key that names the directory, for messages.
 
     Raises:
-        ConfigError: there is none that can be read.
+        ConfigError: the directory has no tokenizer that can be read.
     """
     check_tokenizer(folder, key)
     try:
@@ -91,11 +92,11 @@ def read_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
 def make_engine(
     model: ModelDescription, *, dtype: str, max_running: int, version: int = -1, record_steps: bool = True
 ) -> EmbeddedEngine:
-    """An embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
+    """Makes an embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
 
     Args:
-        version: policy version of the weights in its folder; -1 where the engine must wait for a first update.
-        record_steps: as `rollout.record_steps`.
+        version: policy version of the weights in its folder; -1 if the engine must wait for a first update.
+        record_steps: value of `rollout.record_steps`.
     """
     assert model.folder is not None
     return EmbeddedEngine(

@@ -1,4 +1,4 @@
-"""The prompt of each group where a curriculum chooses: which one a number has stays so over a resume. Runs in the
+"""Choice of the prompt of each group, if a run has a curriculum: a group keeps its prompt over a resume. Runs in the
 controller."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moerl.contract.trajectory import Trajectory
 
 
 class PromptChoice:
-    """The prompts of groups by their numbers. Whoever shares it holds a lock."""
+    """Prompts of groups by the groups' numbers. Threads that share one need a lock of their own."""
 
     def __init__(self, curriculum: Curriculum, prompts: Sequence[Prompt]) -> None:
         self._curriculum, self._prompts = curriculum, prompts
@@ -22,7 +22,7 @@ class PromptChoice:
 
     @classmethod
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> PromptChoice | None:
-        """That of a run; None where every prompt comes once in an epoch."""
+        """Makes the choice of a run; None if every prompt comes once in an epoch."""
         loop = config.rl
         choice = CurriculumRule(loop.skip_above, loop.skip_below, loop.weigh_prompts == "variance")
         if choice.is_even:
@@ -36,7 +36,7 @@ class PromptChoice:
         return self._prompts[self._chosen[number]]
 
     def learn(self, trajectories: Sequence[Trajectory]) -> None:
-        """A group has come. One without any admitted response teaches nothing."""
+        """Updates the curriculum by the admitted responses of a group; without any, nothing changes."""
         if trajectories:
             right = [trajectory.rewards["accuracy"] for trajectory in trajectories]
             self._curriculum.learn(self._index[trajectories[0].lineage.prompt_id], sum(right) / len(right))
@@ -48,12 +48,13 @@ class PromptChoice:
         return {"curriculum/passed": float(self._curriculum.num_passed), **mean}
 
     def snapshot(self, open_numbers: Iterable[Any]) -> dict[str, Any]:
-        """Plain JSON: the state of the curriculum, and the prompts of groups that are still open."""
+        """Returns, as plain JSON, the state of the curriculum and the prompts of groups that are still open; forgets
+        the prompts of all other groups."""
         numbers = {int(number) for number in open_numbers}
         self._chosen = {number: prompt for number, prompt in self._chosen.items() if number in numbers}
         return {**self._curriculum.snapshot(), "chosen": sorted(self._chosen.items())}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Takes over the state of a checkpoint."""
+        """Restores the state of a checkpoint."""
         self._curriculum.restore(snapshot)
         self._chosen = dict(snapshot["chosen"])

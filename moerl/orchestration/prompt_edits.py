@@ -27,11 +27,11 @@ _FIELDS: dict[str, float] = {
     "policy_versions": -1,
     "turns": 0,
 }
-"""Arrays of one value a token, and what a token of a prompt has there."""
+"""Arrays of one value a token, and the value of a prompt's token."""
 
 
 def prompt_edits(tokenizer: Any) -> list[tuple[Repair, str]]:
-    """Repairs to try, each with what it says is wrong; none without a tokenizer."""
+    """Returns repairs to try, each with the fault that it would prove; none without a tokenizer."""
     if tokenizer is None:
         return []
     edits: list[tuple[Repair, str]] = []
@@ -58,7 +58,7 @@ def prompt_edits(tokenizer: Any) -> list[tuple[Repair, str]]:
 
 
 def _opening(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that `add_generation_prompt` adds; none without a chat template."""
+    """Returns the tokens that `add_generation_prompt` adds; none without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         return ()
     chat = [{"role": "user", "content": "a"}]
@@ -69,7 +69,8 @@ def _opening(tokenizer: Any) -> tuple[int, ...]:
 
 
 def inserted(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
-    """With tokens at the start of the prompt (0) or at its end (-1); their rows have no routes."""
+    """Returns a rollout with more tokens at the start of the prompt (0) or at its end (-1); their rows have no
+    routes."""
     place, count = (rollout.num_prompt if at else 0), len(tokens)
     changes: dict[str, Any] = {
         name: np.insert(getattr(rollout, name), [place] * count, value) for name, value in _FIELDS.items()
@@ -89,7 +90,8 @@ def inserted(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> Dumpe
 
 
 def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
-    """Without these tokens at the start or the end of the prompt; as it is where it does not have them there."""
+    """Returns a rollout without these tokens at the start (0) or the end (-1) of the prompt; the rollout itself if it
+    does not have them there."""
     count = len(tokens)
     start = rollout.num_prompt - count if at else 0
     if start < 0 or rollout.num_prompt <= count or tuple(rollout.token_ids[start : start + count]) != tuple(tokens):
@@ -108,7 +110,7 @@ def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> Dumped
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face directory; None where it has none."""
+    """Loads the tokenizer of a Hugging Face directory; returns None if it has none."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return None
     from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
-"""Why a proof of Keep Routing failed: the first row that differs, found by a second, slow pass.
+"""Report of a failed proof of Keep Routing: the first row that differs, found by a second, slow pass.
 
-Runs in the controller, which has the trajectories; the ranks send it, row by row, checksums of what reached their
-dispatchers.
+Runs in the controller, which has the trajectories; the ranks send it, row by row, checksums of the expert ids that
+reached their dispatchers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ KEY, POSITION, LAYER, CHECKSUM, RANK, ROUTED = range(len(WORDS))
 
 @contextlib.contextmanager
 def explained(trainer: Trainer, samples: Sequence[TrainSample]) -> Iterator[None]:
-    """Around passes of a trainer over one minibatch: where a proof fails, the error names the first row that differs.
+    """Surrounds passes of a trainer over one minibatch: if a proof fails, the error names the first row that differs.
 
     Args:
         samples: the trajectories of the minibatch.
 
     Raises:
-        ReplayError: instead of `UnprovedError`.
+        ReplayError: in place of `UnprovedError`.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def first_difference(
         key = rollout_key(trajectory.lineage.rollout_id)
         mine_R6 = traced_R6[traced_R6[:, KEY] == np.uint64(key).view(np.int64)]
         if recorded_R6 is None:
-            # Rows that were never captured are the router's by right.
+            # Rows that were never captured may be routed by the router.
             mine_R6 = mine_R6[trajectory.routed[mine_R6[:, POSITION]]]
             expected_SL = row_checksums(key, trajectory.expert_ids).view(np.int64)
             expected_R = expected_SL[mine_R6[:, POSITION], mine_R6[:, LAYER]]
@@ -73,7 +73,8 @@ def first_difference(
 
 
 def _difference(trajectory: Trajectory, wrong_R6: NDArray[np.int64], *, own: bool) -> str:
-    """The first of the rows of a trajectory that differ. own: from the trainer's own first forward pass."""
+    """Describes the first of the differing rows of a trajectory. own: they should be those of the trainer's own first
+    forward pass."""
     first = wrong_R6[np.lexsort((wrong_R6[:, LAYER], wrong_R6[:, POSITION]))[0]]
     position, layer = first[POSITION], first[LAYER]
     experts = f"recorded experts {sorted(trajectory.expert_ids[position, layer].tolist())}"
@@ -87,6 +88,6 @@ def _difference(trajectory: Trajectory, wrong_R6: NDArray[np.int64], *, own: boo
 
 
 def _checksums_at(wanted_R6: NDArray[np.int64], table_R6: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
+    """Returns int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
     found = {(key, position, layer): checksum for key, position, layer, checksum, *_ in table_R6.tolist()}
     return np.array([found.get((key, position, layer), 0) for key, position, layer, *_ in wanted_R6.tolist()], np.int64)

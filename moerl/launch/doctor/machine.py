@@ -66,7 +66,8 @@ def check_port(port: int, host: str = "127.0.0.1") -> Check:
 
 
 def check_room(folder: Path, needed_bytes: float | None = None) -> Check:
-    """Checks the room for checkpoints, journal and dumps at the folder of runs. needed_bytes: of a run; None = unknown."""
+    """Checks the room for checkpoints, journal and dumps at the folder of runs. needed_bytes: of a run, if one is
+    named."""
     name = "room for runs"
     usage = shutil.disk_usage(existing(folder))
     status = os.statvfs(existing(folder))
