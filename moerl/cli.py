@@ -1,5 +1,5 @@
-"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, diagnose, export,
-verify, sglang, serve, launch.
+"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, doctor, status, watch, report, samples,
+diagnose, export, verify, conformance, sglang, serve, launch.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.
@@ -42,8 +42,8 @@ _INTERRUPTED = 130  # after Ctrl-C, as shells have it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 (it failed, or the system refused something), 2 (wrong command
-    line or configuration), 75 (told to stop, can go on), 130 (the same by Ctrl-C) or 141 (nobody reads the output). Of
-    `moerl diagnose` 1 and 3 are what it found, and every failure is 2."""
+    line or configuration), 75 (stopped by a signal, can go on), 130 (the same by Ctrl-C) or 141 (nobody reads the
+    output). Of `moerl diagnose` 1 and 3 are findings, and every failure is 2."""
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -70,7 +70,7 @@ def _print_error(text: str, error: BaseException) -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Prints as the interpreter does, but for control characters: the text of a cause may be a server's."""
+    """Prints a traceback as the interpreter does, but for control characters: the text of a cause may be a server's."""
     if not issubclass(kind, SystemExit):  # a thread may end by one
         print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
@@ -117,7 +117,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
         from moerl.launch.sweeps.command import sweep
 
         return sweep(options.overrides, options.config_dir, only_show=options.show_config)
-    # What has no checkpoints ends at once.
+    # Commands without checkpoints end at once.
     receiving = stop_signals(for_good=True) if command in ("train", "sft") else nullcontext(StopRequest())
     with receiving as stop, ExitStack() as stack:
         ready = stop.unless_stopped(lambda: _get_ready(command, options, stack))
@@ -127,13 +127,13 @@ def _run(command: str, options: argparse.Namespace) -> int:
             print("stopped before the run began: the same command starts it", file=sys.stderr)
         elif (status := _run_controller(command, *ready, stop)) != STOPPED:
             return status
-        # What a person ended is not to be requeued.
+        # A run that a person ended must not be requeued.
         return _INTERRUPTED if stop.signal == "SIGINT" else STOPPED
 
 
 def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> int | tuple[RunConfig, bool, int]:
-    """All that comes before a run, which a stop signal may end anywhere: its configuration, whether it is resumed, and
-    the lock of its directory, which the stack gives back; the exit status where nothing is to be run."""
+    """Prepares a run; a stop signal may end this anywhere. Returns its configuration, whether it is resumed, and the
+    lock of its directory, which the stack releases; the exit status if there is nothing to run."""
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
@@ -164,7 +164,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
         print(f"note: {note}", file=sys.stderr)
     listen_for_servers(config.rollout, host=controller_address(config.launch))
     before_cuda(config.trainer.tf32)
-    # Seconds, in which a stop signal is welcome, too.
+    # The import takes seconds; a stop signal may end it, too.
     importlib.import_module("moerl.orchestration.commands")
     return config, resume, lock
 
@@ -191,7 +191,7 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
 
 
 def _plan(command: str, options: argparse.Namespace) -> int:
-    """A plan is made for `moerl train`, and starts nothing."""
+    """Prints a plan for `moerl train`; starts nothing."""
     from moerl.config.hub import say_model
     from moerl.config.load import load_plan
     from moerl.launch.plan import machine_of_plan, plan_memory
@@ -227,7 +227,7 @@ def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def _sglang(command: str, rest: list[str]) -> int:
-    """`moerl sglang install`, `moerl sglang check` and `moerl serve`."""
+    """Runs `moerl sglang install`, `moerl sglang check` or `moerl serve`."""
     from moerl.launch import sglang
 
     return sglang.run(command, rest)

@@ -18,10 +18,10 @@ class MoerlError(Exception):
     """Base of every error raised on purpose.
 
     Args:
-        what: One clause naming what is wrong, with the dotted path or field where there is one.
-        seen: The offending value.
-        expected: What would have been right.
-        remedy: What the reader should do next.
+        what: one clause that names the fault, with the dotted path or field if there is one.
+        seen: value that is wrong.
+        expected: value that would have been right.
+        remedy: next step for the reader.
     """
 
     def __init__(self, what: str, *, seen: object = None, expected: object = None, remedy: str = "") -> None:
@@ -57,15 +57,15 @@ def _rebuild(cls: type[MoerlError], state: dict[str, object]) -> MoerlError:
 
 
 class ConfigError(MoerlError):
-    """The configuration is wrong: unknown key, wrong type, impossible combination."""
+    """Error of the configuration: unknown key, wrong type, impossible combination."""
 
 
 class ContractError(MoerlError):
-    """A trajectory or frame breaks the data contract; the record is quarantined, never repaired.
+    """Breach of the data contract by a trajectory or frame; the record is quarantined, never repaired.
 
     Args:
-        reason: Stable reason code, for example ``expert_id_out_of_range``.
-        field: The field of the record that breaks the invariant.
+        reason: stable reason code, for example ``expert_id_out_of_range``.
+        field: field of the record that breaks the invariant.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ContractError(MoerlError):
 
 
 class EngineError(MoerlError):
-    """A rollout engine refused or failed a request."""
+    """Request that a rollout engine refused or failed."""
 
 
 class ReplayError(MoerlError):
-    """Keep Routing was not proved for a step; the optimizer update was not applied."""
+    """Failed proof of Keep Routing for a step; the optimizer update was not applied."""
 
 
 class UnprovedError(ReplayError):
-    """A proof failed on some rank; raised on every rank alike, so that all can look for the reason together.
+    """Failed proof of some rank; raised on every rank alike, so that all can look for the reason together.
 
     Args:
         microbatch: index of a microbatch of this rank whose checksum is wrong, or -1.
@@ -105,22 +105,22 @@ class UnprovedError(ReplayError):
 
 
 class TrainerError(MoerlError):
-    """A rank of the trainer failed, died or did not answer in time."""
+    """Failure of a rank of the trainer: it failed, died or did not answer in time."""
 
 
 class WeightSyncError(MoerlError):
-    """Weights did not reach an engine whole."""
+    """Failed weight update: weights did not reach an engine whole."""
 
 
 class CheckpointError(MoerlError):
-    """A checkpoint is missing, corrupt or of another run."""
+    """Checkpoint that is missing, corrupt or of another run."""
 
 
 class RewardError(MoerlError):
-    """A reward function failed or returned something that is not a finite number.
+    """Failure of a reward function: it failed, or returned something that is not a finite number.
 
     Args:
-        reward: Name of the reward; empty where a task has one without a name.
+        reward: name of the reward; empty if it has none.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class RewardError(MoerlError):
 
 
 def told(error: MoerlError | OSError) -> MoerlError:
-    """The error as it is shown at the edge of a process: one of the system, which was not expected where it came up, in
-    the form of all others."""
+    """Returns the error as a process shows it: an error of the system that no other code caught gets the form of a
+    `MoerlError`."""
     if isinstance(error, MoerlError):
         return error
     kind = "" if type(error) is OSError or error.filename is not None else f"{type(error).__name__}: "
@@ -153,10 +153,10 @@ class _Closable(Protocol):
 @contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
     """Calls `undo` if the block fails or is interrupted. The error of the block is raised whatever `undo` does; an
-    error of `undo` becomes a note of it: a disk that is full, or a process that is gone, fails both.
+    error of `undo` becomes a note of the block's: a disk that is full, or a process that is gone, fails both.
 
-    `finally`, and `except` with a call and `raise`, would raise the later error instead; what is called there must not
-    fail (`tests/unit/test_endings.py`).
+    `finally`, and `except` with a call and `raise`, would raise the later error instead; calls there must not fail
+    (`tests/unit/test_endings.py`).
     """
     try:
         yield
@@ -172,7 +172,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def ending(end: Callable[[], object]) -> Iterator[None]:
-    """Calls `end` after the block, however that ends; after an error as `undoing` does."""
+    """Calls `end` after the block, however the block ends; after an error as `undoing` does."""
     with undoing(end):
         yield
     end()
@@ -186,7 +186,7 @@ def closing[T: _Closable](thing: T) -> Iterator[T]:
 
 
 def note_later(first: BaseException, later: Exception) -> None:
-    """Notes an error that came after another, unless it says the same."""
+    """Adds an error that came after another to the first as a note, unless both say the same."""
     text = str(later) if isinstance(later, MoerlError) else f"{type(later).__name__}: {later}"
     if str(later) != str(first):
         first.add_note(printable(f"and {text}"))

@@ -1,4 +1,4 @@
-"""Text of others (servers, user code, files) without what a terminal obeys. Any process; imports nothing of moerl.
+"""Text of others (servers, user code, files) without control characters. Any process; imports nothing of moerl.
 
 The one place where control characters are made visible. Errors pass through it when they are made, progress lines and
 tracebacks when they are printed.
@@ -16,7 +16,7 @@ _OBEYED = re.compile(
 
 
 def printable(text: str) -> str:
-    """The text with escapes (\\x1b) in place of control characters; tabs and line feeds stay."""
+    """Returns the text with escapes (\\x1b) in place of control characters; tabs and line feeds stay."""
     return _OBEYED.sub(_escaped, text)
 
 

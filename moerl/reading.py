@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have made: regular files alone, of a limited size, and JSON of a limited depth.
+"""Reading of files that somebody else may have made: regular files alone, of a limited size, and JSON of limited depth.
 Any process; imports nothing of moerl.
 
 A pipe or a device in the place of a file would keep a run waiting without a word. `tests/unit/test_reading.py` lists
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_BYTES = 64 << 20
-"""Largest document. The largest that models have, the index of a model of 700 B parameters, takes 9 MB."""
+"""Largest file, in bytes. The largest of real models, the index of a model of 700 B parameters, has 9 MB."""
 
 MAX_DEPTH = 64
 """Lists and objects in one another, the outermost counted. Real documents have ten; some libraries fail at 300."""
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read its bytes. Raises `OSError` if there is none, or what is there is no regular file."""
+    """Opens a file to read its bytes. Raises `OSError` if there is none, or it is no regular file."""
     # Without O_NONBLOCK a pipe keeps us waiting here for a writer; a regular file takes no notice of it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -58,8 +58,8 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Returns the value that a JSON file holds. Raises as `read_file` does, and `ValueError` if it is no JSON, or is
-    nested too deep."""
+    """Returns the value of a JSON file. Raises as `read_file` does, and `ValueError` if it is no JSON, or is nested too
+    deep."""
     try:
         value = json.loads(read_file(path, max_bytes))
     except RecursionError as error:
@@ -78,8 +78,8 @@ def check_depth(value: object, depth: int = MAX_DEPTH) -> None:
 
 
 def find_irregular(folder: Path) -> str | None:
-    """Finds what a library that reads the folder would wait for, in it and one level below: returns its path and what
-    it is, or None. Raises `OSError` if the folder cannot be read."""
+    """Finds a pipe, device or socket, for which a library that reads the folder would wait, in it and one level below:
+    returns its path and kind, or None. Raises `OSError` if the folder cannot be read."""
     for inner in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         for path in sorted(inner.iterdir()):
             # A link to nothing is for the library to miss.
@@ -89,5 +89,5 @@ def find_irregular(folder: Path) -> str | None:
 
 
 def _kind(status: os.stat_result) -> str:
-    """Returns what it is; nothing for a regular file."""
+    """Returns the kind of a file, for people; an empty text for a regular file."""
     return "" if stat.S_ISREG(status.st_mode) else _KINDS.get(stat.S_IFMT(status.st_mode), "something else")

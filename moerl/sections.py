@@ -21,7 +21,7 @@ UNSHOWN = "unshown"
 """Type of a `PydanticCustomError` about a value that may hold a secret: no error shows it."""
 
 LARGEST_INT = 2**40
-"""Bound of a number without one of its own: far above any use, and safe in the arithmetic of all libraries."""
+"""Bound of numbers that have no bound of their own: far above any use, and safe in the arithmetic of all libraries."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_INT)]
@@ -43,7 +43,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 def _readable_path(value: object) -> object:
-    """Refuses what no file system takes, and what the shell was meant to fill in."""
+    """Refuses paths that no file system accepts, and ~, which the shell should have replaced."""
     if not isinstance(value, str):
         return value
     if not value or "\0" in value:
@@ -56,12 +56,12 @@ def _readable_path(value: object) -> object:
 
 
 LONGEST_NAME = 255
-"""Bytes in the name of a file or directory, on every file system in use."""
+"""Bytes in the name of a file or directory, at most, on every file system in use."""
 FilePath = Annotated[Path, BeforeValidator(_readable_path)]
 
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuses values that a library could not take from a configuration file as they are."""
+    """Refuses values that cannot be passed on to a library as they stand in a configuration file."""
     for name, value in values.items():
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, bool | int | float | str) for item in items):

@@ -36,41 +36,41 @@ class Reporter(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Shows a line that stays."""
         ...
 
     def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
-        """Drops rows of an interrupted process after `step` of `stage`; without `evaluated` its evaluation as well."""
+        """Drops rows of an interrupted process after `step` of `stage`; without `evaluated`, that of its evaluation."""
         ...
 
     def sync(self) -> None:
-        """Every row so far is on disk."""
+        """Returns when every row so far is on disk."""
         ...
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of one training step."""
+        """Writes the row of one training step."""
         ...
 
     def begin_part(self, title: str) -> None:
-        """Says what the run is doing from now on, for users who watch a long step."""
+        """Shows the part of the step that begins now, for users who watch a long step."""
         ...
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
-        """How much of the part is done; tokens: sampled in it."""
+        """Shows how much of the part is done. tokens: number of tokens sampled in it."""
         ...
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Numbers per MoE layer of one RL step, by name."""
+        """Writes the numbers per MoE layer of one RL step, by name."""
         ...
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
-        """The row of an evaluation; names as in `EVALUATIONS`. seconds: spans as metrics."""
+        """Writes the row of an evaluation; names are those of `EVALUATIONS`. seconds: spans as metrics."""
         ...
 
     def finish(self, summary: RunSummary) -> None:
-        """Plots, report, summary and closing lines."""
+        """Writes plots, report and summary, and shows the closing lines."""
         ...
 
 
@@ -84,11 +84,11 @@ EVALUATIONS = {
 
 
 class RunReporter:
-    """Reports to the terminal, to the run directory and to trackers.
+    """Reporter to the terminal, to the run directory and to trackers.
 
     Args:
-        tensorboard: whether the run directory gets events for TensorBoard.
-        trackers: started, not opened.
+        tensorboard: True if the run directory gets events for TensorBoard.
+        trackers: trackers that are started, not opened.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RunReporter:
         self._metric_sinks: tuple[MetricSink, ...] = (self._rows, *([self._tensorboard] if self._tensorboard else []))
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
         self._trackers = Trackers(trackers, self.say)
-        # Of reinforcement learning, the newest: what alerts are found in.
+        # The newest rows of reinforcement learning: alerts are found in them.
         self._recent: Sequence[Mapping[str, Any]] = ()
         self._alerts = Announcer()
 
@@ -150,7 +150,7 @@ class RunReporter:
         rows = read_rows(path) if path.exists() else []
         self._trackers.rewind(stage, step, rows, evaluated=evaluated)
         self._recent = [row for row in rows if row["stage"] == "rl"][-HISTORY:]
-        # What was alarming before was said by the process before.
+        # The process before has shown alerts of these rows.
         self._alerts.new(active_alerts(self._recent))
 
     def sync(self) -> None:
@@ -208,7 +208,7 @@ class RunReporter:
                 self._tensorboard.write_text("evaluation", step, "/".join(filter(None, ("samples", name, each))), text)
 
     def _tell_scores(self, name: str, evaluation: Evaluation) -> dict[str, float]:
-        """Says what there is beside the accuracy; of held-out samples the metrics of the largest k."""
+        """Shows all scores but the accuracy; returns, of held-out problems, the metrics of the largest k."""
         told = {each: values for each, values in evaluation.scores.items() if each != "accuracy"}
         if told:
             texts = [f"{each} {value:.3f} [{low:.3f}, {high:.3f}]" for each, (value, low, high) in told.items()]
@@ -241,8 +241,8 @@ class RunReporter:
             self.say(f"note: {failure}")
 
     def _write_report(self) -> list[str]:
-        """Writes the report on routing mismatch; returns what to say of it. What it lacks must not fail a run that is
-        done: it can be written again."""
+        """Writes the report on routing mismatch; returns lines for the user. A failed report must not fail a finished
+        run; `moerl report` can write it later."""
         path = self._run_dir / PAGE_FILE
         try:
             report = report_of_directory(self._run_dir)
@@ -262,7 +262,7 @@ class RunReporter:
 
 
 def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlSink:
-    """Raises `MoerlError` where a line of an earlier process is no row, or the file cannot be written."""
+    """Opens a file of rows. Raises `MoerlError` if a line of an earlier process is no row, or it cannot be written."""
     try:
         with writing(path):
             return JsonlSink(path, check)
@@ -275,7 +275,7 @@ def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlS
 
 
 def make_reporter(config: RunConfig) -> Reporter:
-    """The reporter of a run."""
+    """Makes the reporter of a run, and starts its trackers."""
     return RunReporter(
         config.run_dir,
         f"{config.recipe}, seed {config.seed}",

@@ -1,8 +1,9 @@
 """Scores of dumped rollouts by transformers, for `moerl diagnose`.
 
-Runs in its process. Several rollouts are padded on the right to one pass, whose rows see nothing of one another;
-the recorded experts are enforced row by row. Shape legend: B = rollouts of a pass, W = its width, R = B x W input rows,
-N = sampled tokens of a pass, V = vocabulary, F = temperature factors, L, K as in the data contract.
+Runs in the process of `moerl diagnose`. Several rollouts are padded on the right to one pass, in which no rollout
+attends to another; the recorded experts are enforced row by row. Shape legend: B = rollouts of a pass, W = its width,
+R = B x W input rows, N = sampled tokens of a pass, V = vocabulary, F = temperature factors, L, K as in the data
+contract.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moerl.rollout.loading import load_model
 
 
 def _tell_nobody(done: int, total: int, tokens: int) -> None:
-    """Takes the progress of scores that nobody watches."""
+    """Ignores the progress of scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,27 +38,31 @@ class HeldModel:
     """A model in memory, and the hooks that enforce its routing."""
 
     model: Any
+    """Causal language model of transformers."""
     routing: EnforcedRouting
+    """Hooks on the routers of `model`."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldModels:
-    """Models of checkpoints, of which some are in memory: those that were asked for last.
-
-    dtype: of their weights. rest: where these are, unless they are lent. device: that computes. most: models in memory
-    at once. told: is told how many rollouts are scored, of how many, and their tokens, before a call and after a pass.
-    """
+    """Models of checkpoints, of which those that were used last are in memory."""
 
     dtype: torch.dtype
+    """Dtype of the weights in memory."""
     rest: torch.device
+    """Device of the weights while they are not used."""
     device: torch.device
+    """Device that computes."""
     most: int = 1
+    """Models in memory at once, at most."""
     told: Callable[[int, int, int], None] = _tell_nobody
+    """Called before the first and after each pass of a call, with rollouts scored, rollouts in all, and tokens
+    scored."""
     _held: dict[Path, HeldModel] = field(default_factory=dict)
 
     def of(self, description: ModelDescription) -> HeldModel:
-        """Returns the model of this directory, which is loaded if it is not there; another goes first if there is no
-        room.
+        """Returns the model of this directory. Loads it if it is not in memory, and before that drops the one that was
+        not used for the longest time if there is no room.
 
         Raises:
             EngineError: the model's routers are unknown or do not match the spec.
@@ -67,7 +72,7 @@ class HeldModels:
         if held is None:
             while len(self._held) >= self.most:
                 self._held.pop(next(iter(self._held)))
-                gc.collect()  # hooks and their model hold each other
+                gc.collect()  # hooks and their model refer to each other
             loaded = load_model(description.folder, dtype=self.dtype, attn_implementation="sdpa")
             loaded.set_experts_implementation("eager")
             model = loaded.to(self.rest).eval()
@@ -80,9 +85,11 @@ class TransformersScorer:
     """`moerl.diagnostics.scoring.RolloutScorer` on a transformers model.
 
     Args:
-        held: holds its weights. model: of a Hugging Face directory. dtype: of the arithmetic, to which weights of
-            another dtype are turned layer by layer; log-probs are computed in float64 from its logits. name, version:
-            as in `RolloutScorer`.
+        held: loads the model, and keeps it for other scorers.
+        model: description of a Hugging Face directory.
+        dtype: dtype of the arithmetic; weights of another dtype are converted layer by layer. Log-probs are computed in
+            float64 from its logits.
+        name, version: as in `RolloutScorer`.
     """
 
     offers_top_ps = True
@@ -106,7 +113,7 @@ class TransformersScorer:
         """Scores as `RolloutScorer` says.
 
         Raises:
-            EngineError: the model's routers are unknown, or a layer did not use the experts that it was told.
+            EngineError: the model's routers are unknown, or a layer did not use the recorded experts.
         """
         scored: dict[int, Scored] = {}
         tokens = 0
@@ -121,7 +128,7 @@ class TransformersScorer:
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[HeldModel]:
-        """Gives the model, in this arithmetic and on this device."""
+        """Yields the model, in this scorer's arithmetic and on its device."""
         held = self._held.of(self._description)
         if (self._dtype, self._device) == (self._held.dtype, self._held.rest):
             yield held
@@ -157,7 +164,7 @@ class TransformersScorer:
             yield Scored(*joined, own_ids=own_BWLK[row, rows].copy(), margins=margins_BWL[row, rows].copy())
 
     def _chunks(self, head: Any, rollout: DumpedRollout, hidden_SH: Tensor, question: Question) -> list[_Chunk]:
-        """Scores of the sampled tokens, some at a time."""
+        """Scores the sampled tokens, some at a time."""
         tokens = np.flatnonzero(rollout.sampled)
         count = max(1, CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
         parts: list[_Chunk] = []
@@ -170,7 +177,7 @@ class TransformersScorer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """The first five fields of `Scored`, of some of the tokens."""
+    """Values of the first five fields of `Scored`, for some of the tokens."""
 
     kept_NF: NDArray[np.float64]
     full_NF: NDArray[np.float64]
@@ -180,13 +187,13 @@ class _Chunk:
 
 
 def _score_chunk(logits_NV: Tensor, rollout: DumpedRollout, tokens: NDArray[np.int64], question: Question) -> _Chunk:
-    """tokens: int64 [N], sampled; row n of the logits precedes `tokens[n]`."""
+    """Scores some tokens. tokens: int64 [N], indices of sampled ones; row n of the logits precedes `tokens[n]`."""
     device = logits_NV.device
     said_N = torch.from_numpy(rollout.temperatures[tokens].astype(np.float64)).to(device)
     said_N = said_N.masked_fill(said_N <= 0, 1e-4)  # greedy: as good as certain
     targets_N1 = torch.from_numpy(rollout.token_ids[tokens].astype(np.int64)).to(device)[:, None]
     listed_NV = _listed(rollout, tokens, logits_NV)
-    # A token outside of its own set has no log-prob in it; neither has one without a set.
+    # A token outside of its own set has no log-prob in the set, nor has a token without a set.
     in_set_N1 = listed_NV.gather(1, targets_N1)
     allowed_NV = listed_NV | ~in_set_N1
     raw_NV = logits_NV.double()
@@ -214,7 +221,8 @@ def _score_chunk(logits_NV: Tensor, rollout: DumpedRollout, tokens: NDArray[np.i
 
 
 def _listed(rollout: DumpedRollout, tokens: NDArray[np.int64], logits_NV: Tensor) -> Tensor:
-    """bool [N, V]: in the listed kept set of the token; ids outside of the vocabulary are nowhere."""
+    """Returns bool [N, V]: True for ids in the listed kept set of the token; ids outside of the vocabulary are left
+    out."""
     listed_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
     if rollout.kept is None:
         return listed_NV
@@ -227,7 +235,8 @@ def _listed(rollout: DumpedRollout, tokens: NDArray[np.int64], logits_NV: Tensor
 
 
 def _nucleus(logprobs_NV: Tensor, targets_N1: Tensor, top_p: float) -> Tensor:
-    """float64 [N]: log-prob of the token inside of the most likely tokens up to its own, or those that hold `top_p`."""
+    """Returns float64 [N]: log-prob of the token within the most likely tokens that have probability `top_p` together,
+    or, if the token is not one of these, within the tokens up to it."""
     sorted_NV, order_NV = logprobs_NV.sort(-1, descending=True)
     mass_NV = sorted_NV.exp().cumsum(-1)
     place_N1 = (order_NV == targets_N1).to(torch.int64).argmax(-1, keepdim=True)
@@ -236,7 +245,7 @@ def _nucleus(logprobs_NV: Tensor, targets_N1: Tensor, top_p: float) -> Tensor:
 
 
 def _passes(rollouts: Sequence[DumpedRollout]) -> Iterator[list[int]]:
-    """Indices that go through the model together: of about the same length, at most `PASS_ROWS` rows with pads."""
+    """Yields the indices of rollouts of each pass: of about the same length, at most `PASS_ROWS` rows with pads."""
     together: list[int] = []
     for index in sorted(range(len(rollouts)), key=lambda i: len(rollouts[i])):
         if together and (len(together) + 1) * (len(rollouts[index]) - 1) > PASS_ROWS:

@@ -3,8 +3,7 @@
     prompts -> engine -> trajectories -> rewards -> packed batch -> trainer step -> weights -> engine
                      (routing and kept sets ride on the trajectory; both are enforced in the step)
 
-Runs in the controller, on ports alone: it knows neither Megatron nor which engine samples, nor whether one does: groups
-may come from dumps.
+Runs in the controller, and uses ports alone: it knows neither Megatron nor the engine, and groups may come from dumps.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ STAGE = "rl"
 
 
 class RLStage:
-    """One policy, its engine and the loop between them.
+    """Loop between one policy and its engine.
 
     Args:
-        run: the run this stage belongs to; its trainer is built for this stage.
-        source: gives the groups.
-        packing: how sequences share microbatches.
-        steps: of the stage; `rl.steps`, or fewer if the source has no more.
+        run: run of this stage; its trainer is built for the stage.
+        source: source of groups.
+        packing: options by which sequences share microbatches.
+        steps: steps of the stage; `rl.steps`, or fewer if the source has no more.
         live: the engine; None if the groups come from dumps: no weights are published then, and nothing is evaluated.
     """
 
@@ -79,7 +78,7 @@ class RLStage:
         run.reporter.say(f"algorithm: {self.algorithm.describe()}")
         limits = self.groups.limits
         if self.groups.overlaps:
-            window = ", and dropped where they get too old" if limits.drops else f" in a window of {limits.window}"
+            window = ", and dropped if they get too old" if limits.drops else f" in a window of {limits.window}"
             run.reporter.say(
                 f"groups are sampled beside the training, {limits.slots} at a time{window}: no"
                 f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
@@ -116,16 +115,16 @@ class RLStage:
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def _rollouts(self, step: int) -> list[Minibatch]:
-        """This step's minibatches, which the trainer has then.
+        """Returns this step's minibatches, after handing them to the trainer.
 
         Raises:
-            RunStoppedError: the run was told to stop; rollouts under way are given up.
+            RunStoppedError: a signal stopped the run; rollouts under way are dropped.
         """
         run = self.run
         with run.span("rollout"):
             minibatches = run.unless_stopped(lambda: self._sample(step))
             if minibatches is None:
-                # Left off anywhere: the state after the step before is the one that holds.
+                # Stopped in mid-step: the state after the previous step is kept.
                 run.stop_if_told(STAGE, step)
             self.trainer.load([minibatch.frames for minibatch in minibatches or ()])
         return minibatches or []
@@ -139,7 +138,7 @@ class RLStage:
         return self._ahead.packed(trajectories)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> list[Minibatch]:
-        """The minibatches of a step, from any thread."""
+        """Packs the minibatches of a step; called from any thread."""
         return [
             pack_minibatch(
                 part,
@@ -189,7 +188,8 @@ class RLStage:
         return metrics
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> step_metrics.StepTotals:
-        """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
+        """Makes one optimizer step per minibatch. With several, log-probs before the first update are the proximal
+        ones."""
         keep = self.config.keep_routing
         first = step * self.config.rl.minibatches + 1
         proved = [is_proved(keep.verify, first + number) for number in range(len(minibatches))]
@@ -199,7 +199,7 @@ class RLStage:
             for number, minibatch in enumerate(minibatches):
                 with explained(self.trainer, minibatch.samples):
                     prepared.append(self.trainer.prepare(number, prove=proved[number]))
-        # Of the groups of all minibatches together, whose rewards the KL is taken from.
+        # Computed over the groups of all minibatches together, after the KL is subtracted from their rewards.
         advantages = penalised_advantages(minibatches, prepared, algorithm) if algorithm.kl_in_reward else None
         totals = step_metrics.StepTotals(self.run.model.spec)
         for number, minibatch in enumerate(minibatches):
@@ -227,7 +227,7 @@ class RLStage:
         }
 
     def _mismatch_table(self, minibatches: Sequence[Minibatch]) -> dict[str, dict[str, float]]:
-        """The same rollouts and weights, scored with routing and sampling mask each kept and not."""
+        """Scores the same rollouts with the same weights four times: routing, and sampling mask, each kept and not."""
         table, prove = {}, self.config.keep_routing.verify != "off"
         for routing in (True, False):
             rows = []
@@ -246,7 +246,7 @@ class RLStage:
     # --- engine ------------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Has an engine on the trainer's devices give its memory to the trainer; does nothing for other engines."""
+        """Has an engine on the trainer's devices free its memory for the trainer; does nothing for other engines."""
         if self.config.rollout.is_colocated:
             assert self.live is not None
             with self.run.span("sleep"):
@@ -254,9 +254,10 @@ class RLStage:
 
     @contextmanager
     def _publishing(self, version: int) -> Iterator[None]:
-        """Brings the weights to the engine beside what is done in the context.
+        """Sends the weights to the engine while the context runs.
 
-        An engine that samples beside the training takes them beside the next step.
+        Without staleness the engine has them at the end of the context; with staleness it may take them during the next
+        step.
         """
         if self.live is None:
             yield
@@ -265,7 +266,7 @@ class RLStage:
         verify = _is_due(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
             if self.config.rollout.is_colocated:
-                # Later the weights are not on the devices, and servers leave them no room.
+                # The state is copied now: later servers fill the devices, and the weights are not on them.
                 is_due = self._num_published > 1 and self.run.is_checkpoint_due(version, self.config.rl.steps)
                 self.trainer.give_back(stage=self.config.trainer.sleep and is_due)
             finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
@@ -276,7 +277,7 @@ class RLStage:
                 self.groups.settle()
 
     def _update_costs(self) -> dict[str, float]:
-        """Metrics of the updates since the last step."""
+        """Returns the metrics of weight updates since the last call."""
         if self.live is None or self._costs is None:
             return {}
         metrics, self._published = dict(self._published), {}
@@ -288,7 +289,8 @@ class RLStage:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate_cold_start(self, first_step: int) -> None:
-        """Before the first update: dev and held-out accuracy, and the latter when made to show the work."""
+        """Measures, before the first update, dev and held-out accuracy, and the latter also when made to show the
+        work."""
         if first_step > 0 or self.live is None:
             return
         collector = self.live.collector
@@ -307,7 +309,7 @@ class RLStage:
         self._record(0, measure)
 
     def _evaluate(self, step: int) -> None:
-        """On dev problems when due; on the held-out problems after the last step."""
+        """Evaluates on dev problems if that is due, and on the held-out problems after the last step."""
         if self.live is None or not self._is_evaluation_due(step):
             return
         sizes, is_last, collector = self.config.evaluation, step == self.steps, self.live.collector
@@ -326,7 +328,7 @@ class RLStage:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
-        """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""
+        """Records the evaluations of `measure`; if a signal stops it, the run measures when it goes on."""
         with self.run.span("evaluation"):
             self.groups.settle()
             evaluations = self.run.unless_stopped(measure)
@@ -336,7 +338,7 @@ class RLStage:
 
 
 def make_room(engine: PolicyEngine) -> None:
-    """Has an engine on the trainer's devices give its memory to the trainer until the next update."""
+    """Has an engine on the trainer's devices free its memory for the trainer, until the next update of weights."""
     assert isinstance(engine, Sleeper)
     engine.sleep()
 
@@ -344,9 +346,9 @@ def make_room(engine: PolicyEngine) -> None:
 def penalised_advantages(
     minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: Algorithm
 ) -> list[NDArray[np.float32]]:
-    """Advantages from rewards less the KL to the reference, per minibatch float32 [B].
+    """Computes advantages from rewards less the KL to the reference; per minibatch float32 [B].
 
-    prepared: of each minibatch, with the KL of every trained token.
+    prepared: reports of each minibatch, with the KL of every trained token.
     """
     kl = []
     for minibatch, report in zip(minibatches, prepared, strict=True):
@@ -369,7 +371,7 @@ def _is_due(every: str | int, number: int) -> bool:
 
 
 def _split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Samples in `parts` minibatches of whole groups, in order."""
+    """Splits samples into `parts` minibatches of whole groups, in order; fewer if there are fewer groups."""
     groups: dict[str, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.trajectory.lineage.group_id, []).append(sample)

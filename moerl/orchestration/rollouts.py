@@ -1,4 +1,4 @@
-"""From prompts to checked, rewarded trajectories. Runs on the rank that hosts the embedded engine."""
+"""From prompts to checked, rewarded trajectories. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _unwatched(done: int, total: int, tokens: int) -> None: ...
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """An admitted trajectory whose rewards were asked for, and the record it was made of."""
+    """An admitted trajectory whose rewards were asked for, and the record that it was made of."""
 
     record: RolloutRecord
     trajectory: Trajectory
@@ -43,39 +43,49 @@ class RolloutOutcome:
     """Result of a rollout: a trajectory with its rewards, or the reason why it is in quarantine."""
 
     rollout_id: str
+    """Id of the request; empty if a refused answer names none."""
     trajectory: Trajectory | None = None
+    """Admitted trajectory with its rewards; None if the answer was refused."""
     refusal: Refusal | None = None
+    """Reason of the quarantine; None if the answer was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """folder: where tables of evaluations go; None = nowhere. samples: of each held-out problem. sampling: theirs."""
+    """Plan of evaluations: what is sampled, and the folder of the tables."""
 
     folder: Path | None = None
+    """Folder for tables of evaluations; None = no tables are written."""
     samples: int = 0
+    """Sampled responses to each held-out problem, besides the greedy one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Distribution of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
-
-    layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
-    ends: ids that end a response (`moerl.orchestration.ends`). say: where refused answers are told of.
-    watch: told after each admitted answer how many came, of how many, and the tokens sampled in them.
-    evaluations: how they are made and kept.
-    """
+    """Collector of responses: asks an engine, checks every answer by the contract, and has it rewarded."""
 
     engine: RolloutEngine
+    """Engine that answers requests."""
     task: Task
+    """Task of the prompts; it rewards responses."""
     tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of the model; one thread at a time uses it."""
     quarantine: Quarantine
+    """Check of answers by the contract; keeps those that are refused."""
     max_new_tokens: int
+    """Sampled tokens of a response, at most."""
     layers: LayerSelection
+    """Columns of the engine's expert ids that are the model's MoE layers, by the engine's handshake."""
     ends: tuple[int, ...]
+    """Ids that end a response (`moerl.orchestration.ends`)."""
     say: Callable[[str], None]
+    """Called with a line for people about refused answers."""
     watch: Callable[[int, int, int], None] = _unwatched
+    """Called at the start and after each outcome, with the number of outcomes, of requests, and of sampled tokens."""
     evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
+    """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
     _failed_rewards: Counter[str] = field(default_factory=Counter[str])
@@ -84,12 +94,12 @@ class Collector:
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
     ) -> list[RolloutRequest]:
-        """`count` requests per prompt.
+        """Makes `count` requests per prompt.
 
         Args:
-            run: names this use of the prompts (for example ``rl-000012``); part of every rollout id.
-            sampling: its seed is mixed with each rollout id.
-            prefixes: text by prompt id that is put at the start of the response, as part of the prompt.
+            run: name of this use of the prompts (for example ``rl-000012``); part of every rollout id.
+            sampling: distribution; its seed is mixed with each rollout id.
+            prefixes: texts by prompt id that start the response, as part of the prompt.
         """
         requests = []
         for prompt in prompts:
@@ -119,13 +129,13 @@ class Collector:
         trainer_version: int,
         prefixes: Mapping[str, str],
     ) -> list[Trajectory]:
-        """Admitted trajectories with their rewards, in the order in which they finished.
+        """Returns admitted trajectories with their rewards, in the order of the answers.
 
         Args:
-            purpose: what the responses are for, as errors call it.
+            purpose: name of the responses in errors and messages.
 
         Raises:
-            MoerlError: not one was admitted, or too many were refused.
+            MoerlError: no answer was admitted, or too many were refused.
         """
         admitted: list[Trajectory] = []
         num_refused, num_tokens, first = 0, 0, ""
@@ -145,7 +155,7 @@ class Collector:
         """Says how many of the responses were refused, and the first cause.
 
         Raises:
-            MoerlError: all of them were.
+            MoerlError: all responses were refused.
         """
         cause, folder = f"; the first: {first}", self.quarantine.folder
         if num_refused >= num_asked:
@@ -167,15 +177,15 @@ class Collector:
     ) -> Generator[RolloutOutcome]:
         """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers.
 
-        Sampling waits for no reward: rewards are asked for when an answer comes, and taken in the order of the answers
-        once they are done. Answers that break the contract, and answers whose reward fails, go to quarantine. Rewards
-        that nobody will take are cancelled. Calls may overlap.
+        Sampling waits for no reward: rewards are asked for when an answer comes, and collected in the order of the
+        answers once they are done. Answers that break the contract, and answers whose reward fails, go to quarantine.
+        If the caller stops, rewards that are still due are cancelled. Calls may overlap.
 
         Args:
             version: returns the trainer's version; called for each answer and each reward.
 
         Raises:
-            MoerlError: too many were refused.
+            MoerlError: too many answers were refused.
         """
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         ids = [request.lineage.rollout_id for request in requests]
@@ -202,7 +212,7 @@ class Collector:
         self.quarantine.forget(ids)
 
     def _checked(self, answer: RolloutRecord, version: int) -> RolloutOutcome | tuple[RolloutRecord, Trajectory]:
-        """An answer as the contract has it: the record and its trajectory, or why it was refused."""
+        """Checks an answer by the contract; returns the record and its trajectory, or the outcome of a refusal."""
         try:
             if answer.refusal is not None:
                 raise answer.refusal
@@ -220,7 +230,7 @@ class Collector:
         return RolloutOutcome(name if type(name) is str else "", refusal=self.quarantine.refusal_of(name))
 
     def _rewarded(self, pending: _Pending, version: int) -> RolloutOutcome:
-        """Waits for the rewards."""
+        """Waits for the rewards of a trajectory; returns its outcome."""
         try:
             trajectory = pending.trajectory.with_rewards(pending.rewards.result())
         except RewardError as error:
@@ -236,19 +246,19 @@ class Collector:
         return RolloutOutcome(pending.record.rollout_id, trajectory)
 
     def take_failed_rewards(self) -> dict[str, int]:
-        """By name of the reward, on how many responses it failed since this was asked before."""
+        """Returns, by name of the reward, the number of responses that it failed on since the last call."""
         with self._counting:
             found = dict(self._failed_rewards)
             self._failed_rewards.clear()
         return found
 
     def prompt(self, trajectory: Trajectory) -> str:
-        """The text of the tokens before the first sampled one, as the model saw it."""
+        """Returns the text of the tokens before the first sampled one, as the model saw it."""
         ids = trajectory.token_ids[: int(trajectory.sampled.argmax())].tolist()
         return self._decode(ids)
 
     def response(self, trajectory: Trajectory) -> str:
-        """The sampled text, without the token that ended it."""
+        """Returns the sampled text, without the token that ended it."""
         ids = trajectory.token_ids[trajectory.sampled].tolist()
         if ids and ids[-1] in self.ends:
             ids.pop()
@@ -260,7 +270,7 @@ class Collector:
 
 
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:
-    """The sampling distribution of training rollouts."""
+    """Returns the sampling distribution of training rollouts."""
     return SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p, seed)
 
 
@@ -268,7 +278,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-    """Sorted as they were asked for, so that what follows does not depend on who finished first."""
+    """Sorts trajectories in the order of their requests, so that training does not depend on which finished first."""
     order = {request.lineage.rollout_id: i for i, request in enumerate(requests)}
     return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.rollout_id])
 
@@ -292,8 +302,8 @@ def rewarded(trajectories: Sequence[Trajectory]) -> RewardedBatch:
 
 
 def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
-    """Advantages of each trajectory within its group, on its sampled tokens; zeros where a KL is yet to be taken from
-    the rewards."""
+    """Gives each trajectory its advantage within its group, on its sampled tokens; zeros if the algorithm will subtract
+    a KL from the rewards first."""
     if algorithm.kl_in_reward:
         advantages_B = [0.0] * len(trajectories)
     else:

@@ -1,4 +1,5 @@
-"""One run: its configuration, its trainer, its directory, and what survives a kill. Runs in the controller."""
+"""One run: its configuration, its trainer, its directory, and the state that survives a kill. Runs in the
+controller."""
 
 from __future__ import annotations
 
@@ -38,19 +39,19 @@ from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointName, CheckpointStor
 
 
 class RunStoppedError(Exception):
-    """The run was told to stop, and has done so: what it can go on from is on disk."""
+    """A signal stopped the run; the state that it can go on from is on disk."""
 
 
 class Run:
     """State and services that the stages of a run share.
 
     Args:
-        model: that is trained.
-        reporter: takes metrics and progress.
+        model: model that is trained.
+        reporter: gets metrics and progress.
 
     Attributes:
-        quarantine: takes records that break the contract.
-        stop: request to stop this process; whoever opens the run puts the process's own here.
+        quarantine: check of records by the contract; keeps those that break it.
+        stop: request to stop this process; the command that opens the run replaces it by the process's own.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Run:
         self.stopwatch = Stopwatch()
         self.stop = StopRequest()
         self.clear_devices: Callable[[], None] | None = None
-        """Takes the engine off the trainer's devices for good, before the checkpoint of a run that is told to stop."""
+        """Ends the engine on the trainer's devices, before the checkpoint of a run that a signal stops; None if there
+        is no need."""
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
         self._saved: tuple[str, int] | None = None
@@ -88,7 +90,7 @@ class Run:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a part of a step, and shows that the run is in it."""
+        """Counts the seconds of a part of a step, and shows that the part has begun."""
         self.reporter.begin_part(PARTS[name])
         with self.stopwatch.span(name):
             yield
@@ -97,10 +99,10 @@ class Run:
         return self.task.prompts("train", self.task.size("train"))
 
     def build(self, stage: Stage, folder: Path, engine: PolicyEngine | None = None) -> None:
-        """Has the trainer build a stage from a model directory, and says once what it runs on.
+        """Has the trainer build a stage from a model directory, and shows the trainer's notes once.
 
         Args:
-            engine: as of `Trainer.build`.
+            engine: as in `Trainer.build`.
         """
         self.trainer.build(stage, folder, self.model.spec, engine)
         for note in self.trainer.notes:
@@ -111,7 +113,7 @@ class Run:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def load_latest(self) -> None:
-        """Finds the newest valid checkpoint of an interrupted run and takes its state.
+        """Finds the newest valid checkpoint of an interrupted run and loads its run state.
 
         Raises:
             CheckpointError: checkpoints exist and none of them is valid, or they are gone.
@@ -155,7 +157,7 @@ class Run:
         if self.config.sft.steps and any(row["stage"] == "rl" for row in rows):
             return f"{METRICS_FILE} has rows of reinforcement learning"
         steps = max((row["step"] for row in rows), default=0)
-        # As often as it was to write them until now. One may be in flight until the next is due.
+        # The stored configuration has the `every` of the process before. One may be in flight until the next is due.
         every = load_resolved(self.config.run_dir / CONFIG_FILE).checkpoint.every
         return f"{METRICS_FILE} has {steps} steps" if every and steps > 2 * every else None
 
@@ -165,14 +167,14 @@ class Run:
         return (STAGE_ORDER[0], 0) if self._checkpoint is None else self._checkpoint[:2]
 
     def has_done(self, stage: str, step: int) -> bool:
-        """True where the checkpoint that `load_latest` found lies at or after `step` of `stage`."""
+        """Returns True if the checkpoint that `load_latest` found is of `step` of `stage`, or later."""
         if self._checkpoint is None:
             return False
         found_stage, found_step, _ = self._checkpoint
         return (STAGE_ORDER.index(found_stage), found_step) >= (STAGE_ORDER.index(stage), step)
 
     def restore(self, stage: str) -> int:
-        """Has the trainer load what `load_latest` found for this stage; the step to resume from, else 0."""
+        """Has the trainer load the checkpoint of `load_latest` if it is of this stage; returns its step, else 0."""
         if self._checkpoint is None or self._checkpoint[0] != stage:
             return 0
         _, step, path = self._checkpoint
@@ -180,10 +182,10 @@ class Run:
         return step
 
     def checkpoint_if_due(self, stage: str, step: int, last: int) -> bool:
-        """Checks on the checkpoint in flight, begins one where it is due, and ends the run where it was told to stop.
+        """Checks the checkpoint in flight, begins one if it is due, and ends the run if a stop signal came.
 
         Returns:
-            Whether one was begun.
+            True if one was begun.
 
         Raises:
             CheckpointError: one could not be written; the run stops rather than go on unsaved.
@@ -202,7 +204,7 @@ class Run:
         return step == last or bool(every and step % every == 0)
 
     def checkpoint(self, stage: str, step: int) -> None:
-        """Begins a checkpoint: trainer state and run state as they are now."""
+        """Begins a checkpoint of the trainer's and the run's present state."""
         with self.span("checkpoint"):
             self.reporter.sync()
             state = asdict(self.state) | {
@@ -218,9 +220,9 @@ class Run:
     # --- stopping ----------------------------------------------------------------------------------------------------
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
-        """The result of `work`, which a stop signal ends at once; None where one came before its end.
+        """Returns the result of `work`; a stop signal ends the work at once, and None is returned.
 
-        Work that was left off is done again when the run goes on, so what it refused does not count.
+        Such work is done again when the run goes on, so records that it refused do not count.
         """
         counters = self.quarantine.counters()
         result = self.stop.unless_stopped(work)
@@ -229,11 +231,11 @@ class Run:
         return result
 
     def stop_if_told(self, stage: str, step: int) -> None:
-        """Ends the run after `step` steps of a stage where it was told to stop.
+        """Ends the run after `step` steps of a stage if a stop signal came.
 
         Raises:
-            RunStoppedError: once a checkpoint of these steps is on disk.
-            CheckpointError: it could not be written.
+            RunStoppedError: a signal came, and a checkpoint of these steps is on disk.
+            CheckpointError: the checkpoint could not be written.
         """
         if not self.stop.signal:
             return
@@ -246,10 +248,10 @@ class Run:
         raise RunStoppedError
 
     def leave_if_told(self) -> None:
-        """Ends the run where it was told to stop before there was anything new to save.
+        """Ends the run, without a new checkpoint, if a stop signal came.
 
         Raises:
-            RunStoppedError: nothing is in flight.
+            RunStoppedError: a signal came, and no checkpoint is in flight any more.
         """
         if self.stop.signal:
             self.trainer.poll_save(wait=True)
@@ -264,7 +266,7 @@ class Run:
         The step ends here: evaluations and checkpoints that follow are not part of its time.
 
         Args:
-            minibatches: that the step was trained on.
+            minibatches: minibatches that the step was trained on.
         """
         num_tokens = round(sum(minibatch.num_tokens for minibatch in minibatches))
         self.state.tokens_trained += num_tokens
@@ -285,14 +287,14 @@ class Run:
         self.reporter.log(stage, step, metrics)
 
     def _device_metrics(self, minibatches: Sequence[Minibatch], seconds: float) -> dict[str, float]:
-        """seconds: of training in the step."""
+        """Returns metrics of speed and memory of the ranks. seconds: time of training in the step."""
         devices = self.trainer.device_use()
         flops, num_ranks = sum(minibatch.model_flops for minibatch in minibatches), self.config.parallel.world_size
         speed = step_metrics.speed_metrics(flops, seconds, num_ranks, devices, self.config.model.dtype)
         return speed | step_metrics.device_metrics(devices)
 
     def check_update(self, update: UpdateReport, name: str, samples: Sequence[TrainSample] = ()) -> None:
-        """Keeps the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.
+        """Writes the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.
 
         Raises:
             MoerlError: more than `trainer.max_skipped_updates` in a row were skipped.
@@ -320,13 +322,13 @@ class Run:
             )
 
     def record_evaluations(self, step: int, evaluations: dict[str, Evaluation]) -> None:
-        """Keeps and reports the evaluations made after `step` RL steps, by name (`reporting.EVALUATIONS`)."""
+        """Stores and reports the evaluations made after `step` RL steps, by name (`reporting.EVALUATIONS`)."""
         self.state.evaluations |= {name: asdict(evaluation) for name, evaluation in evaluations.items()}
         self.reporter.evaluated(step, evaluations, self.stopwatch.lap())
         self._last_step = time.monotonic()
 
     def keep_groups(self, step: int, groups: dict[str, Any]) -> None:
-        """Keeps the state of queue and ledger for the next checkpoint, and where `moerl status` reads it."""
+        """Stores the state of queue and ledger for the next checkpoint, and writes the ledger for `moerl status`."""
         self.state.groups = groups
         path = self.config.run_dir / LEDGER_FILE
         with writing(path), atomic_file(path) as file:
@@ -337,16 +339,16 @@ class Run:
         return bool(every) and (step == 1 or step % every == 0)
 
     def dump(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]) -> None:
-        """Keeps the rollouts of a step as ``rollouts/step-<step>.parquet``."""
+        """Writes the rollouts of a step as ``rollouts/step-<step>.parquet``."""
         path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
         with writing(path):
             write_parquet(path, trajectories, texts=texts, prompts=prompts)
 
     def summary(self, *, steps: int, engine_bytes: int = 0) -> RunSummary:
-        """Returns the numbers of the run as it stands.
+        """Returns the numbers of the run so far.
 
         Args:
-            engine_bytes: peak memory of the engine's own process.
+            engine_bytes: peak memory of the engine's own process; 0 without one.
         """
         measured = [e["num_problems"] for n, e in self.state.evaluations.items() if n != "dev"]
 

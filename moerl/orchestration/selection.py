@@ -1,5 +1,5 @@
-"""Selection of the groups that are trained, and of responses in a group, if more are sampled. Pure; runs in the
-controller."""
+"""Selection of the groups that are trained, and of the responses of a group if more are sampled than trained. Pure;
+runs in the controller."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from moerl.errors import MoerlError, RewardError
 SHORTEST = "shortest"
 """Value of `rl.keep_by`: the best responses are those with the fewest tokens."""
 MAX_BATCHES = 10
-"""Batches' worth of groups that are asked for at most to fill one batch with groups that are not filtered."""
+"""Batches' worth of groups that are asked for, at most, until one batch is full of groups that are not filtered."""
 FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {
     "equal_rewards": lambda group: len({trajectory.rewards["reward"] for trajectory in group}) == 1,
     "truncated": lambda group: all(trajectory.finish_reason is FinishReason.LENGTH for trajectory in group),
 }
-"""Groups that teach nothing, by name: all rewards are equal; no response came to its end."""
+"""Tests for groups that teach nothing, by name: all rewards are equal; no response came to its end."""
 
 
 def filtered_for(group: Sequence[Trajectory], filters: Sequence[str]) -> str:
-    """The first of `filters`, names of `FILTERS`, that keeps a group out; empty where none does."""
+    """Returns the first of `filters`, names of `FILTERS`, that keeps a group out; an empty text if none does."""
     return next((name for name in filters if FILTERS[name](group)), "")
 
 
 def check_fills_up(num_groups: int, groups_per_step: int, ledger: Ledger) -> None:
-    """Raises `MoerlError` where one batch has had so many groups asked for that it will not fill up."""
+    """Raises `MoerlError` if so many groups were asked for to fill one batch that it will not fill up."""
     allowed = MAX_BATCHES * groups_per_step
     if num_groups > allowed:
         filtered, refused = dict(ledger.filtered), dict(ledger.quarantined)
@@ -42,16 +42,16 @@ def check_fills_up(num_groups: int, groups_per_step: int, ledger: Ledger) -> Non
 
 
 def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Sequence[int]) -> list[Trajectory]:
-    """`keep` responses of a group, in their order; all where there are no more, or `keep` is None.
+    """Selects `keep` responses of a group, in their order; all if there are no more, or `keep` is None.
 
     Failures stay as varied as they are, successes are chosen (resample on correct, GRPO-RoC: rStar2-Agent, Shang et al.
-    2025, arXiv:2508.20722). A response has succeeded where its reward is above the middle between the lowest and the
-    highest of the group. Both kinds keep their share of the group, rounded, and at least one response: failures drawn
-    evenly, of successes those with the highest reward `keep_by`, or the fewest sampled tokens. Published with a draw
-    among successes too, weighted by their quality.
+    2025, arXiv:2508.20722). A response has succeeded if its reward is above the middle between the lowest and the
+    highest of the group. Both kinds keep their share of the group, rounded, and at least one response: failures are
+    drawn evenly, successes are those with the highest reward `keep_by`, or the fewest sampled tokens. Published with a
+    draw among successes too, weighted by their quality.
 
     Args:
-        seed: of the draw; the same draw for the same group, whenever it is made.
+        seed: seed of the draw; the same group always gets the same draw.
 
     Raises:
         RewardError: a response has no reward of this name.
@@ -72,7 +72,7 @@ def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Se
 
 
 def _rank(trajectory: Trajectory, keep_by: str) -> float:
-    """The lower, the better."""
+    """Returns the rank of a response; the lower, the better."""
     if keep_by == SHORTEST:
         return float(trajectory.num_sampled)
     if keep_by not in trajectory.rewards:

@@ -21,7 +21,7 @@ STAGE = "sft"
 
 
 def demonstrations(run: Run, end: int) -> list[TextSample]:
-    """The demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
+    """Returns the demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
     config, task, tokenizer = run.config, run.task, run.tokenizer
     # `moerl.orchestration.task_texts` refused a task without demonstrations before anything started.
     assert isinstance(task, DemonstrationTask)
@@ -36,7 +36,8 @@ def demonstrations(run: Run, end: int) -> list[TextSample]:
 
 
 def train(run: Run, model_path: Path, output: Path) -> None:
-    """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint if any."""
+    """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint of the stage
+    if there is one."""
     config = run.config
     samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.model.spec.vocab_size)[0])
     run.build(STAGE, model_path)

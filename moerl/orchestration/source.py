@@ -1,4 +1,4 @@
-"""The port of the loop to whoever gives it groups. Runs in the controller."""
+"""Port between the loop and the source of its groups. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from moerl.orchestration.rollouts import Collector
 
 
 class Source(Protocol):
-    """Gives groups to the loop, a batch for each step, and keeps account of every rollout.
+    """Source of groups: hands the loop a batch for each step, and keeps account of every rollout.
 
-    `groups.GroupSource` asks an engine for them, embedded or servers; `dump_source.DumpSource` reads them.
+    `groups.GroupSource` asks an engine for groups, embedded or servers; `dump_source.DumpSource` reads them.
     """
 
     limits: QueueLimits
+    """Limits of staleness, and of groups under way."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -31,11 +32,11 @@ class Source(Protocol):
         ...
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
-        """Takes over the state of a checkpoint after `step` steps, empty at the start of a stage."""
+        """Restores the state of a checkpoint after `step` steps; it is empty at the start of a stage."""
         ...
 
     def recover(self) -> None:
-        """Takes back, after `restore`, what was finished and not trained."""
+        """Reads back, after `restore`, the groups that were finished and not trained."""
         ...
 
     def batch(self) -> list[Trajectory]:
@@ -43,41 +44,44 @@ class Source(Protocol):
         ...
 
     def upcoming(self) -> list[Trajectory] | None:
-        """Waits, in another thread, for what `batch` would return now; None if nobody is to wait for it."""
+        """Waits, called in another thread, for the trajectories that `batch` would return now; returns None if there
+        are none to wait for."""
         ...
 
     def trained(self) -> None:
-        """Takes note that the batch was trained."""
+        """Notes that the batch was trained."""
         ...
 
     def expect(self) -> Taken:
-        """Takes note that weights are on their way to the engine; returns a callback for when it holds them."""
+        """Notes that weights are on their way to the engine; returns a callback to call when the engine has them."""
         ...
 
     def settle(self) -> None:
-        """Waits until the engine holds the weights that are on their way."""
+        """Waits until the engine has the weights that are on their way."""
         ...
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as plain JSON; the ledger as `ledger`."""
+        """Returns the state that a checkpoint keeps, as plain JSON; the ledger as `ledger`."""
         ...
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
-        """Takes note that a checkpoint was begun with this snapshot."""
+        """Notes that a checkpoint of `step` was begun with this snapshot."""
         ...
 
     def finished(self) -> None:
-        """Takes note that the last checkpoint is on disk."""
+        """Notes that the last checkpoint is on disk."""
         ...
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Drops the groups that are under way."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The engine of a run, which samples, is measured and takes the weights; a run from dumps has none."""
+    """The engine of a run, which samples, is evaluated and gets the weights; a run from dumps has none."""
 
     engine: PolicyEngine
+    """Engine that gets weights."""
     collector: Collector
+    """Collector that asks the same engine."""

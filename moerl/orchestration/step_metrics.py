@@ -25,22 +25,26 @@ MAX_RATIO_SAMPLES = 1_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Per trained token, over all ranks: float32 [R] each.
-
-    trainer, rollout: log-probs under the support the token was drawn from. full: the trainer's over the whole
-    vocabulary (zeros where not asked for). layers_differing: MoE layers whose natural choice was not the recorded one.
-    weight: correction, 1 where there is none. kl: to the reference, zeros without one. sample: index in the minibatch.
-    """
+    """Table of the trained tokens of all ranks: float32 [R] each."""
 
     trainer: NDArray[np.float32]
+    """Trainer's log-prob under the support that the token was drawn from, nats."""
     rollout: NDArray[np.float32]
+    """Engine's log-prob under the same support, nats."""
     full: NDArray[np.float32]
+    """Trainer's log-prob over the whole vocabulary, nats; zeros if it was not asked for."""
     entropy: NDArray[np.float32]
+    """Entropy of the distribution of `trainer`, nats."""
     clipped: NDArray[np.float32]
+    """1 if the algorithm clipped the token's ratio, else 0."""
     layers_differing: NDArray[np.float32]
+    """MoE layers whose natural choice of experts was not the recorded one."""
     weight: NDArray[np.float32]
+    """Correction of the token's loss; 1 without one, 0 = left out of the loss."""
     kl: NDArray[np.float32]
+    """KL to the reference model, nats; zeros without one."""
     sample: NDArray[np.float32]
+    """Index of the token's sample in the minibatch."""
 
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
@@ -62,7 +66,7 @@ class StepTotals:
         self.live_rows_L = torch.zeros(layers, dtype=torch.int64)
 
     def add(self, report: PassReport) -> None:
-        """One update."""
+        """Adds one update."""
         assert report.update is not None
         self.tables.append(report.rows_RC)
         self.updates.append(report.update)
@@ -75,10 +79,11 @@ class StepTotals:
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
-    """How far the trainer's log-probs are from the engine's, and how often its routers would have chosen otherwise.
+    """Measures how far the trainer's log-probs are from the engine's, and how often its routers would have chosen other
+    experts.
 
     Args:
-        full: compare the full-vocabulary log-probs, as a trainer without sampling masks would.
+        full: True compares the full-vocabulary log-probs, as a trainer without sampling masks would.
     """
     trainer = torch.from_numpy(table.full if full else table.trainer)
     rollout = torch.from_numpy(table.rollout)
@@ -96,7 +101,7 @@ def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
 
 
 def policy_metrics(table: RowTable) -> dict[str, float]:
-    """Entropy, clipping and the quantiles of the ratio trainer over rollout."""
+    """Returns entropy, clipping, corrections, KL, and the quantiles of the ratio trainer over rollout."""
     mask = torch.ones(len(table.trainer), dtype=torch.bool)
     ratios = ratio_sample(torch.from_numpy(table.trainer), torch.from_numpy(table.rollout), mask, MAX_RATIO_SAMPLES)
     quantiles = ratio_quantiles(ratios)
@@ -114,8 +119,8 @@ def policy_metrics(table: RowTable) -> dict[str, float]:
 
 
 def _effective_sample_share(table: RowTable) -> float:
-    """Kish's effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), w = trainer / rollout
-    probability. 1 where all ratios are equal."""
+    """Returns Kish's effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), w = trainer / rollout
+    probability. It is 1 if all ratios are equal."""
     logs = table.trainer.astype(np.float64) - table.rollout
     # The scale of the ratios cancels; without the largest one no exponential overflows.
     ratios = np.exp(logs - logs.max())
@@ -123,7 +128,7 @@ def _effective_sample_share(table: RowTable) -> float:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards by name, groups that teach nothing, length and kept sets of a batch of rollouts."""
+    """Returns rewards by name, groups that teach nothing, length and kept sets of a batch of rollouts."""
     lengths = np.array([t.num_sampled for t in trajectories])
     sizes = np.concatenate([t.kept.sizes[t.truncated] for t in trajectories])
     metrics = {
@@ -159,7 +164,7 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:
-    """Balance of the experts, worst layer: most and least loaded expert against the mean."""
+    """Returns the balance of the experts in the worst layer: most and least loaded expert, divided by the mean."""
     load_LE = expert_load_LE.double()
     mean_L = load_LE.mean(1)
     return {
@@ -169,7 +174,7 @@ def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Gradient norm, learning rate and skipped updates of one step."""
+    """Returns gradient norm, learning rate and skipped updates of one step."""
     done = [update.grad_norm for update in updates if not update.skipped]
     return {
         "optimizer/grad_norm": sum(done) / max(1, len(done)),
@@ -179,16 +184,17 @@ def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def loss_metrics(losses: Sequence[float], num_tokens: int) -> dict[str, float]:
-    """Mean loss of a token; empty if the algorithm gives none of each token.
+    """Returns the mean loss of a token; empty if the algorithm has no loss of each token.
 
     Args:
-        losses: sums over the tokens of each update. num_tokens: of all updates.
+        losses: sums over the tokens of each update.
+        num_tokens: trained tokens of all updates.
     """
     return {"policy/loss": sum(losses) / num_tokens} if losses else {}
 
 
 def device_metrics(devices: Sequence[DeviceUse]) -> dict[str, float]:
-    """Peak memory of the rank that had most; empty on CPUs."""
+    """Returns the peak memory of the rank that had most; empty on CPUs."""
     if not devices:
         return {}
     return {
@@ -200,10 +206,12 @@ def device_metrics(devices: Sequence[DeviceUse]) -> dict[str, float]:
 def speed_metrics(
     model_flops: float, seconds: float, num_ranks: int, devices: Sequence[DeviceUse], dtype: str
 ) -> dict[str, float]:
-    """Operations per second of a rank, and their share of what the slowest GPU does at most, if that is known.
+    """Returns operations per second of a rank, and their share of the slowest GPU's peak if that is known.
 
     Args:
-        model_flops: of the updates of a step. seconds: of training. dtype: of the trainer.
+        model_flops: operations of the updates of a step, over all ranks.
+        seconds: time of training in the step.
+        dtype: dtype of the trainer; a peak is known for bfloat16 alone.
     """
     speed = model_flops / seconds / num_ranks
     metrics = {"throughput/model_flops_per_second": speed}
@@ -215,16 +223,17 @@ def speed_metrics(
 
 
 def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over the minibatches of a step, of the metrics that all of them have."""
+    """Returns the mean over the minibatches of a step, of the metrics that all of them have."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
 
 def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]:
-    """The trainer's own choice of experts beside the recorded one, over all layers and ranks.
+    """Compares the trainer's own choice of experts with the recorded one, over all layers and ranks.
 
     Args:
-        agreement_LS: sums over all ranks, as in `moerl.algorithms.agreement`. live_rows_L: rows left to the router.
+        agreement_LS: sums over all ranks, as in `moerl.algorithms.agreement`.
+        live_rows_L: rows left to the router.
     """
     over_layers = summarize(agreement_LS.sum(0, keepdim=True))
     metrics = {f"routing/{name}": values[0] for name, values in over_layers.items()}
@@ -232,10 +241,10 @@ def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, fl
 
 
 def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
-    """The same per MoE layer."""
+    """Compares as `agreement_metrics` does, per MoE layer."""
     return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}
 
 
 def failed_rewards(counts: Mapping[str, int]) -> dict[str, float]:
-    """Metrics of named rewards that failed."""
+    """Returns the metrics of named rewards that failed. counts: failures by name."""
     return {failed_reward_metric(name): float(count) for name, count in counts.items()}

@@ -27,8 +27,8 @@ def check_prompts(
         max_positions: longest sequence of the model, in tokens.
 
     Raises:
-        ConfigError: The tokenizer cannot represent a prompt or demonstration, a prompt leaves no room for
-            `rollout.max_new_tokens`, or a demonstration is missing or too long. Names the prompt.
+        ConfigError: the tokenizer cannot represent a prompt or demonstration, a prompt leaves no room for
+            `rollout.max_new_tokens`, or a demonstration is missing or too long. The error names the prompt.
     """
     lengths: dict[str, int] = {}
     for prompt in _prompts(config, task, command):
@@ -43,8 +43,8 @@ def check_prompts(
 
 
 def _prompts(config: RunConfig, task: Task, command: str) -> Iterable[Prompt]:
-    """Yields the prompts that a command samples responses to; a training run comes to all training prompts, given
-    enough steps."""
+    """Yields the prompts that a command samples responses to; for a training run all training prompts, which it reaches
+    given enough steps."""
     for key, split, count in wanted_problems(config, command):
         if key != "sft.num_examples":
             whole_split = command == "train" and split == "train"
@@ -52,7 +52,7 @@ def _prompts(config: RunConfig, task: Task, command: str) -> Iterable[Prompt]:
 
 
 def _with_work(task: Task, prompts: Sequence[Prompt], split: str) -> list[Prompt]:
-    """The prompts as the model may see them: evaluation of held-out ones can put the start of the work behind them."""
+    """Returns prompts as the model may see them: an evaluation can add the start of the work to held-out ones."""
     if split != "heldout" or not isinstance(task, WorkedTask):
         return list(prompts)
     return [Prompt(prompt.prompt_id, prompt.text + task.work_prefix(prompt), prompt.facts) for prompt in prompts]
@@ -80,7 +80,7 @@ def _check_length(
 
 
 def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
-    """Returns what a cold start learns from. Raises `ConfigError` if the task does not have that much."""
+    """Returns the demonstrations of a cold start. Raises `ConfigError` if the task does not have that many."""
     if not isinstance(task, DemonstrationTask):
         raise ConfigError(
             "sft.steps: the task has no demonstrations to learn from",

@@ -1,15 +1,16 @@
-"""Writes messages by chat templates, which are programs of model directories. Started by
+"""Process that writes messages by chat templates, which are programs of model directories. Started by
 `moerl.orchestration.templates`, with limits; loads no torch.
 
     python -m moerl.orchestration.template_worker PARENT MEMORY
 
-PARENT is the process id of the starter, MEMORY the bytes that this process may take. It says `{}` once it can begin.
+PARENT is the process id of the starter, MEMORY the bytes that this process may use. It prints `{}` once it can begin.
 Requests come on standard input and replies go to standard output, a JSON object a line:
 
     {"template": ..., "values": {...}, "messages": [...], "tools": [...], "ask": ..., "day": ...}    {"text": ...}
     {"template": ...}                                                                      {"variables": [...]}
 
-`day` is what the template gets for every date, null for today. A template that fails gives {"failed": ...}.
+`day` is the text that the template gets for every date, null for today. The reply to a template that fails is
+{"failed": ...}.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from moerl.processes.parent import belong_to
 
 MAX_CHARACTERS = 1 << 25
-"""Longest text: twice the longest row of a data set."""
+"""Characters of a text, at most: twice the longest row of a data set."""
 
 
 def main(parent: int, memory_bytes: int) -> None:
-    """Serves until nobody holds the other end of the requests any more."""
+    """Serves requests until standard input ends."""
     belong_to(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -67,7 +68,7 @@ def _write(request: dict[str, Any]) -> str:
 
 
 def _variables(template: str) -> set[str]:
-    """Names that a template reads from outside."""
+    """Returns the names that a template reads from outside."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     # A tag of transformers, for masks.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)

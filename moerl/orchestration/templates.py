@@ -1,7 +1,7 @@
 """Chat templates in a process of their own, with limits of time and memory. Runs in the controller.
 
-A template is a program that came with a model. Nested loops run for days, a product of a text takes all memory, and
-both may wait for one special message; so every text is written where that does no harm.
+A template is a program that came with a model. Nested loops run for days, a product of a text fills all memory, and
+both may wait for one special message; so every text is written in a process in which that does no harm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FailedTemplateError(ConfigError):
 
 
 class Templates:
-    """A process that writes messages by templates. It starts when it is first asked; one thread uses it."""
+    """A process that writes messages by templates. It starts at the first request; one thread uses it."""
 
     def __init__(self) -> None:
         self._process: SparedProcess | None = None
@@ -68,7 +68,7 @@ class Templates:
 
         Raises:
             FailedTemplateError: the template failed, took too much memory or wrote too much.
-            ConfigError: it does not come to an end.
+            ConfigError: the template does not come to an end, or the process does not start.
         """
         return str(self._ask(request)["text"])
 
@@ -113,7 +113,7 @@ class Templates:
         return stdin, stdout
 
     def _line(self, stdout: IO[bytes], seconds: float) -> bytes:
-        """The next line. Raises `EOFError` if the process has ended, and `ConfigError` if none comes in time."""
+        """Reads the next line. Raises `EOFError` if the process has ended, and `ConfigError` if none comes in time."""
         deadline, parts = time.monotonic() + seconds, [b""]
         while not parts[-1].endswith(b"\n"):
             if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -140,12 +140,12 @@ def request_of(
     options: Mapping[str, Any] | None = None,
     day: str | None = None,
 ) -> Request:
-    """Returns what `apply_chat_template` of the tokenizer would be asked for, as plain data.
+    """Returns the request that `apply_chat_template` of the tokenizer would get, as plain data.
 
     Args:
-        ask: with the start of an answer.
+        ask: True adds the start of an answer.
         options: variables of the template.
-        day: what the template gets for every date; None = today.
+        day: text that the template gets for every date; None = today.
     """
     return {
         "template": tokenizer.get_chat_template(tools=[dict(each) for each in tools] or None),
@@ -158,7 +158,8 @@ def request_of(
 
 
 def write_once(request: Request) -> str:
-    """Returns the text of messages, as `Templates.write` does, from a process for them alone or from memory."""
+    """Returns the text of messages, as `Templates.write` does, from a process for this request alone; the latest eight
+    are kept."""
     return _write_once(json.dumps(request))
 
 
@@ -169,7 +170,7 @@ def _write_once(request: str) -> str:
 
 
 def _texts(value: Any) -> Any:
-    """Special tokens as plain texts."""
+    """Returns special tokens as plain texts."""
     if isinstance(value, Mapping):
         return {str(name): _texts(each) for name, each in value.items()}
     return [str(each) for each in value] if isinstance(value, list | tuple) else str(value)

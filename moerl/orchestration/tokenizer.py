@@ -27,15 +27,15 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML: the chat template of a tokenizer for a new model, where its task has messages."""
+"""ChatML: the chat template of a tokenizer for a new model whose task has messages."""
 
 
 def make_tokenizer(task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer for a model that starts from nothing, trained on the task's own texts.
+    """Trains a tokenizer for a model that starts from nothing, on the task's own texts.
 
     Args:
-        task: Its first training prompts, and their solutions where it has them, are the training texts.
-        vocab_size: Most entries the tokenizer may have.
+        task: task whose first training prompts, with their solutions if it has them, are the training texts.
+        vocab_size: entries of the tokenizer, at most.
 
     Raises:
         ConfigError: `vocab_size` does not hold the task's characters.
@@ -51,15 +51,14 @@ def build_tokenizer(
     """Trains a tokenizer; the same texts give the same tokenizer.
 
     Args:
-        texts: What it will have to encode, or a good sample of it.
-        vocab_size: Most entries it may have, `<pad>` (id 0) and `<eos>` (id 1) included.
-        any_text: True adds all 256 bytes, so that every text can be encoded; False keeps to the characters
-        of `texts`, and
-            `encode_checked` refuses others.
-        chats: True gives it a chat template, and the end of a turn as its end (id 1).
+        texts: texts that the tokenizer will have to encode, or a good sample of them.
+        vocab_size: entries of the tokenizer, at most, `<pad>` (id 0) and `<eos>` (id 1) included.
+        any_text: True adds all 256 bytes, so that every text can be encoded; False keeps to the characters of `texts`,
+            and `encode_checked` refuses others.
+        chats: True gives the tokenizer a chat template, and the end of a turn as its end (id 1).
 
     Raises:
-        ConfigError: The characters alone need more entries than `vocab_size`.
+        ConfigError: the characters alone need more entries than `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     # Typed as read-only properties by the library's stubs, documented as settable.
@@ -99,11 +98,11 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, without added special tokens; markup of special tokens inside the text counts as
-    such.
+    """Returns the token ids of a text, without added special tokens; markup of special tokens inside the text becomes
+    these tokens.
 
     Raises:
-        ConfigError: Decoding does not give the text back, so characters were dropped or changed.
+        ConfigError: decoding does not give the text back, so characters were dropped or changed.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -119,7 +118,7 @@ def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text as the tokenizer's own normaliser (Unicode NFC in some models) hands it on."""
+    """Returns the text as the tokenizer's own normaliser (Unicode NFC in some models) writes it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     return text if normalizer is None else normalizer.normalize_str(text)

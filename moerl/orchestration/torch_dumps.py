@@ -1,7 +1,7 @@
-"""Dumps that torch.save wrote (slime, miles), and every other: the way in for commands that may load torch, which is
-loaded with the first file that needs it.
+"""Opening of all dumps, those that torch.save wrote (slime, miles) included. Torch is loaded with the first file that
+needs it.
 
-Nothing is unpickled but what torch allows with `weights_only`, and numeric numpy arrays.
+Nothing is unpickled but the types that torch allows with `weights_only`, and numeric numpy arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMERIC = "?bhilBHILefd"
 """Codes of the numpy types that are allowed. No texts, no objects."""
 
 _MAX_PICKLE_BYTES = 2 << 30
-"""Largest part of a file that torch reads value by value; tensors lie beside it."""
+"""Largest part of a file that torch reads value by value; tensors are in other parts."""
 
 
 def open_any_dumps(
@@ -34,7 +34,7 @@ def open_any_dumps(
     experts_per_token: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Dump]:
-    """Opens as `moerl.diagnostics.dumps.opening.open_dumps`, files of torch.save included."""
+    """Opens dumps as `moerl.diagnostics.dumps.opening.open_dumps` does, files of torch.save included."""
     return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch, say=say)
 
 
@@ -62,14 +62,15 @@ def load_torch(file: Path) -> Any:
         OverflowError,
         MemoryError,
     ) as error:
-        # What torch's unpickler raises on bytes that are no pickle depends on the bytes.
+        # The kind of error that torch's unpickler raises on bytes that are no pickle depends on the bytes.
         raise damaged(file, f"a damaged file of torch.save: {type(error).__name__}: {_reason(error)}") from error
     return _arrays(loaded)
 
 
 @contextlib.contextmanager
 def _only(allowed: Sequence[Any]) -> Iterator[None]:
-    """Beside torch's own: other libraries of this process, Megatron among them, add classes to one list for all."""
+    """Lets torch load these classes besides its own, and no others: libraries of this process, Megatron among them, add
+    theirs to a list for the whole process."""
     from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
     before = get_safe_globals()
@@ -83,7 +84,7 @@ def _only(allowed: Sequence[Any]) -> Iterator[None]:
 
 
 def _allowed() -> list[Any]:
-    """Functions that rebuild numeric arrays and scalars of numpy, under its old name too."""
+    """Returns the functions and types that rebuild numeric arrays and scalars of numpy, under its old name too."""
     rebuild = (np._core.multiarray._reconstruct, np._core.multiarray.scalar)  # pyright: ignore
     names = [(each, f"numpy.{core}.multiarray.{each.__name__}") for each in rebuild for core in ("core", "_core")]
     return [*names, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMERIC}]
@@ -107,14 +108,14 @@ def _check_parts(file: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of torch's message that names what is wrong."""
+    """Returns the line of torch's message that names the fault."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (named or lines or [type(error).__name__])[0].partition(" Please use")[0][:300]
 
 
 def _arrays(loaded: Any) -> Any:
-    """Tensors as arrays where samples have them: two dicts or lists deep, and no deeper."""
+    """Turns tensors of samples into arrays: two dicts or lists deep, and no deeper."""
     if not isinstance(loaded, dict):
         return loaded
     out = dict(loaded)
@@ -134,7 +135,8 @@ def _mapped(sample: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    """A tensor as an array, bfloat16 as float32; all else as it is. A tensor that has no such form is left as it is."""
+    """Returns a tensor as an array, bfloat16 as float32; a tensor without such a form, and any other value, as it
+    is."""
     import torch
 
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_meta:

@@ -1,4 +1,5 @@
-"""The trackers of a run: opened before any model is loaded, told every row, left out once they fail. Controller."""
+"""The trackers of a run: opened before any model is loaded, sent every row, left out once they fail. Runs in the
+controller."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ _SECRET = re.compile(r"(api|admin|access|private)_?key|secret|password|credentia
 
 
 class Trackers:
-    """Tells every tracker of a run.
+    """Trackers of a run.
 
-    One that cannot be started ends the run, before it costs anything. One that fails later is said once and left out
-    from then on: a training of days must not end for a picture of it, and `metrics.jsonl` has every row.
+    One that cannot be started ends the run, before it costs anything. One that fails later is reported once and left
+    out from then on: a training of days must not end for a picture of it, and `metrics.jsonl` has every row.
 
     Args:
-        sinks: started, not opened.
-        say: where a failure goes.
+        sinks: trackers that are started, not opened.
+        say: called with a line about a failure.
 
     Attributes:
-        failures: what was said of each tracker that is left out.
+        failures: line about each tracker that is left out.
     """
 
     def __init__(self, sinks: Iterable[TrackerSink], say: Callable[[str], None]) -> None:
@@ -42,7 +43,7 @@ class Trackers:
         return [sink.name for sink in self._sinks]
 
     def open(self) -> None:
-        """Waits until all take rows. Raises `ConfigError` where one does not; none is left running then."""
+        """Waits until all trackers accept rows. Raises `ConfigError` if one does not, after ending all of them."""
         with undoing(lambda: [sink.end() for sink in self._sinks]):  # an interrupt, too, leaves no process behind
             for sink in self._sinks:
                 self._open(sink)
@@ -52,7 +53,8 @@ class Trackers:
         self._latest = f"step {step} of {stage}"
 
     def rewind(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]], *, evaluated: bool) -> None:
-        """The run goes on after `step` of `stage`; a tracker that is new to it gets its `rows` so far."""
+        """Notes that the run goes on after `step` of `stage`; a tracker that is new to the run gets its `rows` so
+        far."""
         kept = list(rows)
 
         def tell(sink: TrackerSink) -> None:
@@ -69,7 +71,8 @@ class Trackers:
         self._each(lambda sink: sink.sync())
 
     def close(self, error: object) -> None:
-        """Ends their runs; error: that the run ends by, None without one. Whoever interrupts it waits no longer."""
+        """Ends the trackers' runs. error: the error that ends the run, or None; after an interrupt the wait is
+        short."""
         is_hurried = error is not None and not isinstance(error, Exception)
         seconds = _HURRIED_SECONDS if is_hurried else CLOSE_SECONDS
         self._each(lambda sink: sink.close(failed=error is not None, seconds=seconds))
@@ -107,7 +110,7 @@ class Trackers:
 
 
 def start_trackers(config: RunConfig) -> list[TrackerSink]:
-    """Starts the process of every tracker in `metrics.sinks`, and waits for none."""
+    """Starts the process of every tracker in `metrics.sinks`; does not wait for them."""
     opening = Opening(config.metrics.project, config.run_dir.name, without_secrets(config.model_dump(mode="json")))
     started: list[TrackerSink] = []
     for name in TRACKERS:
@@ -119,7 +122,7 @@ def start_trackers(config: RunConfig) -> list[TrackerSink]:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for others to read: the values of keys that are called like a secret are left out."""
+    """Returns a configuration for others to read: values of keys with a name like a secret's are left out."""
     return {
         name: without_secrets(value)
         if isinstance(value, Mapping)

@@ -1,7 +1,7 @@
 """Scores of dumped rollouts by the Megatron trainer itself, for `moerl diagnose --backend trainer`.
 
-One process, no optimizer. What the trainer is given are trajectories of the data contract, so every rollout is checked
-on its way; recorded routing is enforced, and proved, by the same hooks as in training.
+One process, no optimizer. The trainer gets trajectories of the data contract, so every rollout is checked; recorded
+routing is enforced, and proved, by the same hooks as in training.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from moerl.trainer.trainer import MegatronTrainer, RowScores
 
 MICROBATCH_TOKENS = 8192
 _LISTED = SamplingParams(top_p=0.5)
-"""Sampling of tokens with a listed kept set: the contract wants one that lists it; scores do not depend on it."""
+"""Sampling of tokens with a listed kept set: the contract wants sampling that lists sets; scores do not depend on
+it."""
 
 
 class TrainerScorer:
-    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer. Close it: it holds the process groups.
+    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer. Close it: it uses the process groups of this process.
 
     Args:
-        dtype: of weights and arithmetic, as the trainer names it. name, version: as in `RolloutScorer`.
+        dtype: dtype of weights and arithmetic, as the trainer names it.
+        name, version: as in `RolloutScorer`.
     """
 
     offers_top_ps = False
@@ -49,14 +51,14 @@ class TrainerScorer:
         self.experts_per_token = model.spec.experts_per_token
 
     def close(self) -> None:
-        """Gives the process groups back."""
+        """Ends the process groups."""
         groups.stop()
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
         """Scores as `RolloutScorer` says; margins are zeros, and `own_ids` come from a pass with free routers.
 
         Raises:
-            ContractError: a rollout breaks the data contract. ReplayError: routing was not enforced as it was told.
+            ContractError: a rollout breaks the data contract. ReplayError: recorded routing was not enforced.
         """
         assert not question.top_ps
         own = self._own_ids(rollouts)
@@ -87,7 +89,7 @@ class TrainerScorer:
     def _logprobs(
         self, trajectories: Sequence[Trajectory]
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-        """Log-probs of the sampled tokens of each, inside of kept sets and over the vocabulary."""
+        """Returns log-probs of the sampled tokens of each trajectory, inside of kept sets and over the vocabulary."""
         batches = self._pack(trajectories)
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
         scorer = Scorer(batches, keep_mask=True, with_full=True)
@@ -113,7 +115,7 @@ class TrainerScorer:
         return own
 
     def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
-        """A trajectory that asks for the scores of this rollout; its own log-probs have no say in them."""
+        """Makes a trajectory to score a rollout with; the scores do not depend on its log-probs."""
         num_tokens, spec = len(rollout), self._spec
         kept, listed = _held_sets(rollout)
         shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
@@ -142,14 +144,15 @@ class TrainerScorer:
 def _by_sample(
     batches: Sequence[Microbatch], rows: Sequence[RowScores]
 ) -> Iterator[tuple[int, NDArray[np.bool_], RowScores]]:
-    """Every sample with its rows in the microbatch that holds it."""
+    """Yields every sample with its rows in its microbatch."""
     for batch, scores in zip(batches, rows, strict=True):
         for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
             yield index, (batch.sample_index == index) & ~batch.is_pad, scores
 
 
 def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:
-    """The kept sets that hold their token, ascending and without repeats, and bool [S], where there are some."""
+    """Returns the kept sets that contain their token, ascending and without repeats, and bool [S]: True for tokens that
+    have one."""
     listed, rows = np.zeros(len(rollout), bool), [np.zeros(0, np.int32)] * len(rollout)
     if rollout.kept is not None:
         offsets = rollout.kept.offsets
@@ -162,7 +165,7 @@ def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:
 
 
 def _turns(rollout: DumpedRollout, listed: NDArray[np.bool_], factor: float) -> Iterator[Turn]:
-    """Spans of equal sampling."""
+    """Yields the spans of tokens that were sampled alike."""
     temperatures = rollout.temperatures
     changes = (rollout.sampled[1:] != rollout.sampled[:-1]) | (listed[1:] != listed[:-1])
     changes |= rollout.sampled[1:] & (temperatures[1:] != temperatures[:-1])

@@ -1,7 +1,7 @@
 """`moerl verify`: dumped rollouts replayed through transformers and the trainer, compared with the engine's log-probs.
 
 Runs in one process; the two models are loaded one after the other. All three compute with the recorded experts and
-inside the recorded kept sets, so what is left between them is arithmetic, or a fault.
+inside the recorded kept sets, so the differences that are left come from arithmetic, or from a fault.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ENGINE, TRANSFORMERS, TRAINER = "engine", "transformers", "Megatron"
 
 
 def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None) -> int:
-    """Prints how far engine, transformers and trainer are apart.
+    """Prints how far the log-probs of engine, transformers and trainer are apart.
 
     Args:
         dump: a Parquet dump, or a directory of them.
         model: Hugging Face directory with the weights that sampled.
         tolerance: nats; largest difference of two log-probs of any one token.
-        version: only trajectories of this policy version; None where the dump holds one version.
+        version: policy version of the trajectories to compare; None if the dump has one version.
 
     Returns:
-        Exit code: 0, or 1 where a trajectory lies outside the tolerance.
+        Exit code: 0, or 1 if a trajectory is outside the tolerance.
 
     Raises:
         ConfigError: there is nothing to verify, the model is not the one of the dump, or the version is not named.
@@ -68,10 +68,10 @@ def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None
 
 
 def read_dump(dump: Path) -> list[Trajectory]:
-    """The trajectories of a Parquet file, or of all Parquet files that lie in a directory, by name.
+    """Reads the trajectories of a Parquet file, or of all Parquet files in a directory, by name.
 
     Raises:
-        ConfigError: there is none. ContractError: one is damaged or breaks an invariant.
+        ConfigError: there is no such file. ContractError: one is damaged or breaks an invariant.
     """
     files = dump_files(dump)
     return [trajectory for file in files for trajectory in read_parquet(file)]
@@ -85,7 +85,7 @@ def select_version(trajectories: Sequence[Trajectory], version: int | None) -> l
     later tokens attend to keys and values of the older weights, which no model computes again.
 
     Raises:
-        ConfigError: several versions and none named, or no trajectory of the one named.
+        ConfigError: there are several versions and none is named, or no trajectory has the named one.
     """
     versions = [np.unique(trajectory.policy_versions[trajectory.sampled]).tolist() for trajectory in trajectories]
     found = sorted({each for several in versions for each in several})
@@ -117,7 +117,7 @@ def _listed(versions: Sequence[int]) -> str:
 
 
 def describe_dumped(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelDescription, str]:
-    """The model with the spec of the dump, and the dtype that its config records (float32 where it records none).
+    """Returns the model with the spec of the dump, and the dtype that its config names (float32 if it names none).
 
     Raises:
         ConfigError: there is no model, its dtype is not one that the trainer has, or its architecture is not that of
@@ -148,7 +148,8 @@ def _by_transformers(trajectories: Sequence[Trajectory], model: ModelDescription
 
 
 def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dtype: str) -> list[NDArray[np.float32]]:
-    """Log-probs, [S] per trajectory, of the trainer in one process, after its own proof that routing was replayed."""
+    """Returns the log-probs, [S] per trajectory, of the trainer in one process, which proves that routing was
+    replayed."""
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
     trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
     logprobs = trainer_logprobs(trainer, trajectories)
@@ -157,7 +158,7 @@ def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dty
 
 
 def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
-    """By a trainer that has the model to itself; float32 [S] each, nats, 0 where not sampled."""
+    """Returns the log-probs of a trainer that is alone, in one process: float32 [S] each, nats, 0 where not sampled."""
     samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
     batches = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
     scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True, in_sets=True)

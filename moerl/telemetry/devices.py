@@ -1,4 +1,4 @@
-"""How fast GPUs are at most, by the name that their driver gives. Pure; any process."""
+"""Peak speed of GPUs, by the name that their driver gives. Pure; any process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PEAK_FLOPS = {
     r"H20": 148e12,
     r"B200": 2250e12,
 }
-"""By names of GPUs, operations per second in bfloat16, dense, as NVIDIA's data sheets say."""
+"""Operations per second in bfloat16, dense, as NVIDIA's data sheets say, by patterns of names of GPUs."""
 
 
 def peak_flops(device: str) -> float | None:
-    """Returns operations per second in bfloat16 of a whole GPU; None for one that is not known, or a part of one."""
+    """Returns operations per second in bfloat16 of a whole GPU; None for an unknown GPU, or a part of one."""
     if "MIG" in device:
         return None
     return next((peak for names, peak in PEAK_FLOPS.items() if re.search(rf"\b({names})\b", device)), None)

@@ -22,7 +22,7 @@ SCORERS = {
     "experts": "recorded routing, full vocabulary",
     "both": "recorded routing, inside the kept sets",
 }
-"""Scorers of a full mismatch table: what of the two guarantees the trainer enforces while it scores."""
+"""Scorers of a full mismatch table: the guarantees that the trainer enforces while it scores."""
 
 SPANS = {
     "rollout": "time of sampling, rewards and the hand-over to all ranks",
@@ -44,21 +44,21 @@ AGES = {
     "age_4_to_7": (4, 7),
     "age_8_up": (8, math.inf),
 }
-"""Places of the histogram of ages: the versions from and to, by name."""
+"""Bins of the histogram of ages by name: first and last age, in versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
-
-    unit: of the value; ``1`` for shares and ratios. meaning: one line.
-    deterministic: True where two runs of one configuration on one machine report the same value.
-    """
+    """One metric of the registry."""
 
     name: str
+    """Key in rows of `metrics.jsonl`."""
     unit: str
+    """Unit of the value; ``1`` for shares and ratios."""
     meaning: str
+    """One line for docs/metrics.md."""
     deterministic: bool = True
+    """True if two runs of one configuration on one machine report the same value."""
 
 
 _MISMATCH = (
@@ -125,7 +125,7 @@ _ALL = (
     Metric(
         "routing/disagreement",
         "1",
-        "share of rows and layers where the trainer's router would have chosen another set of experts",
+        "share of rows and layers for which the trainer's router would have chosen another set of experts",
     ),
     Metric(
         "routing/jaccard",
@@ -135,9 +135,9 @@ _ALL = (
     Metric(
         "routing/margin_at_flips",
         "score",
-        "mean score gap between the last chosen and the next expert, where the choice differs",
+        "mean score gap between the last chosen and the next expert, if the choice differs",
     ),
-    Metric("routing/margin_elsewhere", "score", "the same where the choice is equal"),
+    Metric("routing/margin_elsewhere", "score", "the same if the choice is equal"),
     Metric("routing/live_rows", "row", "rows, times layers, without captured routing; the trainer's router chose"),
     Metric("replay/rows_verified", "row", "routing rows, times layers and phases, proved before the update"),
     Metric(
@@ -208,8 +208,8 @@ _ALL = (
     Metric(
         "weights/check_seconds",
         "s",
-        "time of comparing checksums of all tensors; this and the two above: of asking for it, where an engine takes"
-        " weights beside the next step",
+        "time of comparing checksums of all tensors; this and the two above: of asking for it, if an engine takes"
+        " weights during the next step",
         deterministic=False,
     ),
     Metric(
@@ -237,8 +237,8 @@ _ALL = (
     Metric(
         "throughput/mfu",
         "1",
-        "the same over what the GPU does at most in bfloat16, dense; where `moerl.telemetry.devices` knows the GPU and"
-        " the trainer computes in bfloat16",
+        "the same over the GPU's peak in bfloat16, dense; if `moerl.telemetry.devices` knows the GPU and the trainer"
+        " computes in bfloat16",
         deterministic=False,
     ),
     *(Metric(f"seconds/{span}", "s", meaning, deterministic=False) for span, meaning in SPANS.items()),
@@ -291,12 +291,12 @@ def is_reward_name(name: str) -> bool:
 
 
 def named_reward_metric(name: str) -> str:
-    """The metric of the mean of a named reward."""
+    """Returns the name of the metric of the mean of a named reward."""
     return {"reward": "reward/mean", "accuracy": "accuracy/mean"}.get(name, f"reward/{name}/mean")
 
 
 def failed_reward_metric(name: str) -> str:
-    """The metric of how often a named reward failed; `function` where a task has one without a name."""
+    """Returns the name of the metric of how often a named reward failed; a reward without a name is `function`."""
     return f"reward/{name or 'function'}/failed"
 
 
@@ -318,12 +318,12 @@ def check_metrics(metrics: Mapping[str, object]) -> None:
 
 
 def deterministic_part(row: Mapping[str, object]) -> dict[str, object]:
-    """A row without the metrics that differ between equal runs (times, memory)."""
+    """Returns a row without the metrics that differ between equal runs (times, memory)."""
     return {name: value for name, value in row.items() if name not in METRICS or METRICS[name].deterministic}
 
 
 def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """A mismatch table, by scorer and then by metric name, as metrics of one row: ``mismatch/<scorer>/<figure>``."""
+    """Turns a mismatch table, by scorer and then metric, into metrics of one row: ``mismatch/<scorer>/<figure>``."""
     return {
         f"mismatch/{scorer}/{name.removeprefix('mismatch/')}": value
         for scorer, figures in table.items()
@@ -332,7 +332,7 @@ def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def reference_page() -> str:
-    """docs/metrics.md as text; the figures of a mismatch table are listed once, for every scorer."""
+    """Returns docs/metrics.md as text; the figures of a mismatch table are listed once, for every scorer."""
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []

@@ -11,7 +11,7 @@ the trackers that `metrics.sinks` names (below).
 | stage | step counts | rows |
 |---|---|---|
 | `sft` | optimizer steps of the cold start, from 1 | every step |
-| `rl` | batches of rollouts, from 1 | every step; a mismatch table (`mismatch/<scorer>/...`) where one is due |
+| `rl` | batches of rollouts, from 1 | every step; a mismatch table (`mismatch/<scorer>/...`) if one is due |
 | `evaluation` | `rl` steps done before it; 0 = the cold start | dev problems on the way, held-out ones at both ends |
 
 A metric without a value at a step is missing from its row; a value is always a finite number. Log-probs are natural

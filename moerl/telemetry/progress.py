@@ -54,13 +54,13 @@ _FIGURES = (
 
 
 def figures_text(metrics: Mapping[str, float]) -> str:
-    """The figures worth watching, in a fixed order; those without a value are left out."""
+    """Returns the figures worth watching, in a fixed order; those without a value are left out."""
     shown = [f for f in _FIGURES if f.metric in metrics]
     return "  ".join(f"{f.label} {f.format.format(metrics[f.metric])}" for f in shown)
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as ``1h02m``, ``3m05s`` or ``42s``."""
+    """Formats seconds as ``1h02m``, ``3m05s`` or ``42s``."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole % 3600 // 60
     if hours:
@@ -69,20 +69,20 @@ def duration_text(seconds: float) -> str:
 
 
 class Pace:
-    """How fast a stage goes, by the steps done since it began in this process: the time left, and tokens per second."""
+    """Pace of a stage, by the steps done since it began in this process: the time left, and tokens per second."""
 
     def __init__(self, first_step: int, total_steps: int, now: float) -> None:
         self._first, self._total, self._began = first_step, total_steps, now
         self._tokens = self._seconds = 0.0
 
     def seconds_left(self, step: int, now: float) -> float | None:
-        """`step`: steps done. None while none was done in this process."""
+        """Estimates the seconds left after `step` steps of the stage; None while this process has done none."""
         done = step - self._first
         return None if done <= 0 else (now - self._began) / done * (self._total - step)
 
     def with_mean(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Counts the step that has these metrics. Returns them with the tokens per second of all steps so far in place
-        of those of this one, which jump from step to step."""
+        """Counts the step that has these metrics. Returns the metrics with the tokens per second of all steps so far in
+        place of those of this step, which jump from step to step."""
         seconds = metrics.get("seconds/step")
         if not seconds:
             return metrics
@@ -92,7 +92,7 @@ class Pace:
 
 
 class ProgressPart:
-    """Part of a step: what it is, since when, and how much of it is done. Any thread may ask for its `text`."""
+    """Part of a step: its title, its start, and how much of it is done. Any thread may ask for its `text`."""
 
     def __init__(self, title: str, now: float) -> None:
         self._title, self._began = title, now
@@ -111,48 +111,48 @@ class ProgressPart:
 
 
 class ProgressDisplay(Protocol):
-    """Shows how far a run is. Use as a context manager; `begin_stage` comes before its `update`s."""
+    """Display of how far a run is. Use it as a context manager; call `begin_stage` before `update`."""
 
     def __enter__(self) -> ProgressDisplay: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
-        """A stage (sft or rl) starts, or goes on, with `done` of `total` steps behind it."""
+        """Shows that a stage (sft or rl) starts, or goes on, after `done` of `total` steps."""
         ...
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` steps of the stage are done; `metrics` are those of the last one. Called for each step."""
+        """Shows that `step` steps of the stage are done; `metrics` are those of the last one. Called for each step."""
         ...
 
     def begin_part(self, title: str) -> None:
-        """A part of the step, or of the start, begins: what the run is doing now."""
+        """Shows that a part of the step, or of the start, begins now."""
         ...
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
-        """How much of the part is done; tokens: sampled in it."""
+        """Shows how much of the part is done. tokens: number of tokens sampled in it."""
         ...
 
     def note(self, text: str) -> None:
-        """A line that stays: an evaluation, a checkpoint, a warning."""
+        """Shows a line that stays: an evaluation, a checkpoint, a warning."""
         ...
 
     def end(self) -> None:
-        """No step comes any more: later notes are the last lines on the screen."""
+        """Ends the display of steps: later notes are the last lines on the screen."""
         ...
 
 
 def make_progress(console: Console | None = None) -> ProgressDisplay:
-    """A live display where `console` (standard output by default) is a terminal, heartbeat lines elsewhere."""
+    """Makes a live display if `console` (standard output by default) is a terminal, else heartbeat lines."""
     console = console or Console()
     return LiveProgress(console) if console.is_terminal else HeartbeatProgress(console)
 
 
 class HeartbeatProgress:
-    """One line at the first and last step of a stage and at most every `heartbeat_seconds` between them.
+    """Display of one line at the first and last step of a stage and at most every `heartbeat_seconds` between them.
 
-    Where no line came for `part_seconds`, one says which part of a step the run is in; as a context it does so by
-    itself, from a thread.
+    If no line came for `part_seconds`, `beat` prints the part of the step that is under way; inside of the context a
+    thread calls it.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class HeartbeatProgress:
             self.beat()
 
     def beat(self) -> None:
-        """Says where the step is, unless a line came lately."""
+        """Prints how far the step is, unless a line came lately."""
         now, part = self._clock(), self._part
         if part is None or now - self._last_line < self._part_every:
             return
@@ -224,7 +224,8 @@ class HeartbeatProgress:
 
 
 class _Bars(Progress):
-    """Bars with lines of text below them, cut where the terminal ends; a column of its own would crowd them out."""
+    """Bars with lines of text below them, cut at the width of the terminal; a column of the text would crowd out the
+    bars."""
 
     below = ""
     part: Callable[[], str] | None = None
@@ -237,7 +238,7 @@ class _Bars(Progress):
 
 
 class LiveProgress:
-    """One bar per stage, the figures of the last step and the part of this one below; notes scroll by above."""
+    """Display of one bar per stage, with figures of the last step and the present part below; notes scroll by above."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -16,11 +16,11 @@ from moerl.reading import open_regular
 from moerl.telemetry.metrics import STAGES, check_metrics
 
 METRICS_FILE, LAYERS_FILE = "metrics.jsonl", "layers.jsonl"
-"""In a run directory."""
+"""Files in a run directory."""
 
 
 class MetricSink(Protocol):
-    """Takes rows of metrics."""
+    """Sink of rows of metrics."""
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one row. Raises `ValueError` for a stage or metric that is not registered."""
@@ -31,14 +31,14 @@ class MetricSink(Protocol):
         ...
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
-        """Drops what happened after `step` of `stage` (sft or rl); without `evaluated`, its evaluation too."""
+        """Drops the rows after `step` of `stage` (sft or rl); without `evaluated`, that of its evaluation, too."""
         ...
 
     def close(self) -> None: ...
 
 
 def is_kept(row_stage: str, row_step: int, stage: str, step: int) -> bool:
-    """True where a row did not happen after `step` of `stage` (sft or rl).
+    """Returns True for a row that is not later than `step` of `stage` (sft or rl).
 
     An evaluation with step n belongs to the rl steps up to n, those at n included: evaluate before you save.
     """
@@ -48,17 +48,17 @@ def is_kept(row_stage: str, row_step: int, stage: str, step: int) -> bool:
 
 
 class JsonlSink:
-    """Appends rows to a JSONL file, each flushed at once.
+    """Sink that appends rows to a JSONL file, each flushed at once.
 
     Args:
-        path: made with the first row; rows that are there are kept.
-        check: refuses what has no place in this file; `check_metrics` or `check_layer_metrics`.
+        path: file; made with the first row, rows that are there are kept.
+        check: refuses metrics that do not belong into this file: `check_metrics` or `check_layer_metrics`.
 
     Attributes:
-        torn_bytes: of a last line without an end, left by a kill in mid-write and dropped.
+        torn_bytes: bytes of a last line without an end, left by a kill in mid-write and dropped.
 
     Raises:
-        ValueError: A whole line of the file is not a row of metrics.
+        ValueError: a whole line of the file is not a row of metrics.
     """
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], None] = check_metrics) -> None:
@@ -115,10 +115,10 @@ class JsonlSink:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line without an end, left by a kill in mid-write, is not a row.
+    """Reads the rows of a metrics file. A last line without an end, left by a kill in mid-write, is not a row.
 
     Raises:
-        ValueError: A whole line is not a row of metrics.
+        ValueError: a whole line is not a row of metrics.
     """
     rows = []
     with open_regular(path) as file:

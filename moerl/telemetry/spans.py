@@ -12,10 +12,10 @@ from moerl.telemetry.metrics import SPANS
 
 
 class Stopwatch:
-    """Adds up the seconds of named spans. Spans may nest; each counts its whole time.
+    """Stopwatch that adds up the seconds of named spans. Spans may nest; each counts its whole time.
 
     Args:
-        clock: seconds, never falling.
+        clock: returns seconds, never falling.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +24,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Counts the time inside the `with` block, also where it raises. `ValueError` for an unknown name."""
+        """Counts the time inside the `with` block, also if the block fails. Raises `ValueError` for an unknown name."""
         if name not in SPANS:
             raise ValueError(f"span {name!r} is not one of {list(SPANS)}; add it to moerl/telemetry/metrics.py")
         start = self._clock()
@@ -34,17 +34,17 @@ class Stopwatch:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def seconds(self, name: str) -> float:
-        """Seconds of a span since the last `lap`."""
+        """Returns the seconds of a span since the last `lap`."""
         return self._seconds.get(name, 0.0)
 
     def lap(self) -> dict[str, float]:
-        """The seconds since the last lap as metrics (``seconds/<span>``); starts again from zero."""
+        """Returns the seconds since the last lap as metrics (``seconds/<span>``); starts again from zero."""
         metrics = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Returns the peak resident memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

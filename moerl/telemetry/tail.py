@@ -10,7 +10,11 @@ from moerl.telemetry.sinks import read_rows
 
 
 class RowTail:
-    """Reads a metrics file again where it changed. A run that goes on drops rows and writes the file anew."""
+    """Reader of a metrics file that another process writes. A run that goes on drops rows and writes the file anew.
+
+    Attributes:
+        rows: all rows at the last `poll`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -18,7 +22,7 @@ class RowTail:
         self.rows: list[dict[str, Any]] = []
 
     def poll(self) -> bool:
-        """True where rows came or went.
+        """Reads the file again if it has changed; returns True if rows came or went.
 
         Raises:
             ValueError: a whole line is no row.

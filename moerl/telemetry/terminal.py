@@ -7,20 +7,20 @@ from typing import TextIO
 from moerl.printable import printable
 
 SHOWN_LINES = 100
-"""Lines of one source that are shown; what comes after them is left out."""
+"""Lines of one source that are shown; later lines are left out."""
 
 SHOWN_CHARACTERS = 300
 """Characters of one line that are shown."""
 
 
 def excerpt(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """The start of a text on one line, without what a terminal obeys."""
+    """Returns the start of a text on one line, without control characters."""
     shown = printable(text[:limit]).replace("\n", "\\n").replace("\t", "\\t")
     return shown + ("..." if len(text) > limit else "")
 
 
 def excerpt_lines(text: str, limit: int) -> list[str]:
-    """The lines of a text without what a terminal obeys; of more than `limit` characters the start and the end."""
+    """Returns the lines of a text without control characters; of more than `limit` characters the start and the end."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
@@ -28,10 +28,10 @@ def excerpt_lines(text: str, limit: int) -> list[str]:
 
 
 class ShownLines:
-    """Shows what a foreign process prints: so many lines, each so long, without control characters.
+    """Shown output of a foreign process: at most `SHOWN_LINES` lines of `SHOWN_CHARACTERS`, without control characters.
 
     Args:
-        prefix: put in front of every line.
+        prefix: text in front of every line.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 from moerl.telemetry.trackers.tracker import Opening
 
 _PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 6000
-"""Limits of MLflow's."""
+"""Limits of MLflow: parameters in one call, and characters of one."""
 
 
 class MlflowTracker:
-    """Sends rows and the configuration at once: every call returns when the store has them."""
+    """Tracker that sends rows and the configuration at once: every call returns when the store has them."""
 
     def __init__(self) -> None:
         self._client: Any = importlib.import_module("mlflow").MlflowClient()
@@ -44,7 +44,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=row)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no row waits."""
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
@@ -60,7 +60,7 @@ class MlflowTracker:
 
 
 def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves by dotted path, in the characters and to the length that MLflow takes."""
+    """Yields the leaves by dotted path, in the characters and to the length that MLflow accepts."""
     for name, value in config.items():
         key = re.sub(r"[^\w.\- /:]", "_", f"{prefix}{name}")
         if isinstance(value, Mapping):

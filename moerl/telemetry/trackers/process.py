@@ -1,7 +1,7 @@
 """The process of a tracker: ``python -m moerl.telemetry.trackers.process NAME SOCKET``, started by `TrackerSink`.
 
-Takes messages of JSON in order. `open`, `flush` and `close` are answered; a row is not, unless it fails. The first
-error ends the process. Ends with the controller.
+The process reads messages of JSON in order. It answers `open`, `flush` and `close`; a row only if it fails. The first
+error ends the process, and so does the end of the controller.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def serve(connection: socket.socket, make: Callable[[], Tracker]) -> int:
-    """Runs the tracker until it is closed or fails; the exit status."""
+    """Runs the tracker until it is closed or fails; returns the exit status."""
     tracker: Tracker | None = None
     while True:
         message = json.loads(receive(connection)[0])
@@ -54,7 +54,7 @@ def serve(connection: socket.socket, make: Callable[[], Tracker]) -> int:
 
 
 def _do(tracker: Tracker, message: dict[str, Any]) -> dict[str, str] | None:
-    """The answer, None where there is none."""
+    """Passes a message to the tracker; returns the answer, None if there is none."""
     match message["do"]:
         case "open":
             return {"run_id": tracker.open(Opening(**message["opening"]))}

@@ -1,4 +1,4 @@
-"""A tracker as a sink of metrics: starts its process and hands rows to it. Torch-free; runs in the controller."""
+"""A tracker as a sink of metrics: starts its process and sends it rows. Torch-free; runs in the controller."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ RESUMED = "resumed"
 """A metric of 1 at the step that a run went on from: rows of later steps that come twice were made twice."""
 RUN_ID_FILE = "run_id"
 START_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS, END_SECONDS = 300.0, 60.0, 120.0, 2.0
-"""How long a tracker may take for its start, for the rows so far, and for its end, before it counts as failed; and
-after which its process is killed."""
+"""Seconds that a tracker may take for its start, for the rows so far, and for its end, before it counts as failed; and
+that its process then has to end before it is killed."""
 
 
 class TrackerError(Exception):
-    """A tracker failed, ended or is silent; it takes no more rows."""
+    """Failure of a tracker: it failed, ended or is silent; it gets no more rows."""
 
 
 class TrackerSink:
-    """Hands rows to a tracker in a process of its own.
+    """Sink that sends rows to a tracker in a process of its own.
 
-    Every method raises `TrackerError` where the tracker has failed; a row that fails is an error of a later call.
+    Every method raises `TrackerError` if the tracker has failed; a row that fails is an error of a later call.
 
     Args:
         name: one of `TRACKERS`.
-        folder: of the tracker in the run directory: its log, the id of its run, and what it keeps there itself.
-        opening: without an id; a run that goes on is found by the one in `folder`.
+        folder: folder of the tracker in the run directory: its log, the id of its run, and files of its own.
+        opening: facts without an id; a run that goes on is found by the id in `folder`.
         environment: variables of the process.
-        answer_seconds: how long the tracker may take to store the rows so far.
+        answer_seconds: seconds that the tracker may take to store the rows so far.
 
     Attributes:
-        is_new: the tracker begins a run, so that it has no rows of this one.
-        log: the output of its process.
+        is_new: True if the tracker begins a run, so that it has no rows of this run.
+        log: file for the output of its process.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrackerSink:
         return self._child.pid
 
     def open(self) -> None:
-        """Returns when the tracker takes rows; the id of its run is stored by then."""
+        """Returns when the tracker accepts rows; the id of its run is stored by then."""
         assert self._opening is not None
         answer = self._ask({"do": "open", "opening": asdict(self._opening)}, START_SECONDS)
         self._opening = None
@@ -85,11 +85,11 @@ class TrackerSink:
         self._ask({"do": "flush"}, self._answer_seconds)
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
-        """Marks where the run goes on: no tracker drops single rows, so what is done again is there twice."""
+        """Marks the step from which the run goes on: no tracker drops single rows, so later rows come twice."""
         self._write(stage, step, {RESUMED: 1.0})
 
     def close(self, *, failed: bool = False, seconds: float = CLOSE_SECONDS) -> None:
-        """Ends the tracker's run and its process, within `seconds`; failed: the run ends by an error."""
+        """Ends the tracker's run and its process, within `seconds`. failed: True if an error ends the run."""
         try:
             if self._opening is None:
                 self._ask({"do": "close", "failed": failed}, seconds)
@@ -97,7 +97,7 @@ class TrackerSink:
             self.end()
 
     def end(self) -> None:
-        """Ends the process as it is."""
+        """Ends the process, without closing the tracker's run."""
         self._socket.close()
         if self._opening is not None:
             self._child.kill()
@@ -121,7 +121,7 @@ class TrackerSink:
         except TimeoutError as error:
             raise self._silent() from error
         except OSError as error:
-            # What it said before it ended tells more.
+            # An error that it sent before it ended tells more.
             self._socket.settimeout(1.0)
             self._receive()
             raise self._gone() from error

@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Facts that a tracker gets first.
-
-    project: that the run belongs to. name: of the run. config: the resolved configuration, plain data.
-    run_id: id that the tracker gave an earlier process of this run; None begins a new run.
-    """
+    """Facts that a tracker gets first."""
 
     project: str
+    """Name of the project that the run belongs to (`metrics.project`)."""
     name: str
+    """Name of the run: that of its directory."""
     config: Mapping[str, Any]
+    """Resolved configuration without secrets, plain data."""
     run_id: str | None = None
+    """Id that the tracker gave an earlier process of this run; None begins a new run."""
 
 
 class Tracker(Protocol):
-    """Takes rows for one library. Whatever a method raises ends the tracker."""
+    """Tracker of one library, which gets rows. Any error of a method ends the tracker."""
 
     def open(self, opening: Opening) -> str:
-        """Begins a run, or goes on with one; its id."""
+        """Begins a run, or goes on with one; returns its id."""
         ...
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -37,9 +37,9 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Returns when the library has taken every row. Raises where it has lost one."""
+        """Returns when the library has stored every row. Raises an error if it has lost one."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run; failed: by an error."""
+        """Ends the run. failed: True if an error ends it."""
         ...

@@ -14,7 +14,8 @@ from moerl.telemetry.trackers.tracker import Opening
 
 
 class TrackioTracker:
-    """Sends rows and the configuration alone. trackio only warns of a row that it loses; here that is an error."""
+    """Tracker that sends rows and the configuration alone. trackio only warns of a row that it loses; here that is an
+    error."""
 
     def __init__(self) -> None:
         self._trackio: Any = importlib.import_module("trackio")

@@ -15,11 +15,12 @@ from moerl.telemetry.metrics import STAGES
 from moerl.telemetry.trackers.tracker import Opening
 
 _FLUSH_SECONDS = 1.0
-"""Rows that W&B's own process, killed by itself, may lose; 15 where nothing is said."""
+"""Seconds of rows that W&B's own process may lose if it alone is killed; W&B's default is 15."""
 
 
 class WandbTracker:
-    """Sends rows and the configuration alone: no output, no code, no figures of the machine, no list of packages."""
+    """Tracker that sends rows and the configuration alone: no output, no code, no figures of the machine, no list of
+    packages."""
 
     def __init__(self) -> None:
         self._wandb: Any = importlib.import_module("wandb")
