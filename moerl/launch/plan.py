@@ -61,7 +61,7 @@ def plan_memory(config: RunConfig, machine: Machine) -> int:
 
 
 def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None:
-    """Prints layouts of as many devices that fit, or what else takes less memory."""
+    """Prints layouts of as many devices that fit, or else settings that need less memory."""
     sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
     near = nearest_layouts(
         dims,
@@ -78,7 +78,7 @@ def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None
 
 
 def _ways_out(config: RunConfig) -> str:
-    """Lists, for a message, what takes less memory on a device and is not in force yet."""
+    """Lists, for a message, settings that need less memory on a device and are not in force yet."""
     trainer, ways = config.trainer, ["take more of them"]
     if config.model.dtype != "bfloat16":
         ways.append("model.dtype=bfloat16")

@@ -1,7 +1,7 @@
 """Looks at what a run reads: its model, its data and rewards, and the environment of its servers. Torch-free.
 
-Each look takes `Facts` and returns a line on what it saw, or a `Note` on what it could not see from here. What a run
-could not work with is raised.
+Each look gets `Facts` and returns a line on what it saw, or a `Note` on what it could not see from here. It raises an
+error if a run could not work.
 """
 
 from __future__ import annotations

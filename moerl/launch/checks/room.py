@@ -60,7 +60,7 @@ def look_at_nodes(facts: Facts) -> str:
         return f"not known here: {facts.unknown}"
     if machine.gpu_bytes is None or not machine.gpus_per_node:
         return "the run is on CPUs" if machine.gpu_bytes is None else "GPUs of a node are not known here"
-    # `moerl plan memory` is not told how many nodes there are.
+    # `moerl plan memory` does not know how many nodes there are.
     nodes = None if facts.door == "plan" else machine.nodes
     ranks = facts.config.parallel.world_size if rollout.is_colocated else _ranks(facts.config)
     check_nodes_of_servers(rollout, ranks=ranks, gpus_per_node=machine.gpus_per_node, nodes=nodes)
@@ -89,7 +89,7 @@ def look_at_server(facts: Facts) -> str | Note:
 
 
 def look_at_hosts(facts: Facts) -> str:
-    """Compares what the fullest host holds with its memory."""
+    """Compares the memory that the run needs on the fullest host with that host's memory."""
     if facts.machine is None:
         return f"not known here: {facts.unknown}"
     _raise(host_problem(facts.config, facts.machine))
