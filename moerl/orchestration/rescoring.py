@@ -56,8 +56,7 @@ class HeldModels:
     most: int = 1
     """Models in memory at once, at most."""
     told: Callable[[int, int, int], None] = _tell_nobody
-    """Called before the first and after each pass of a call, with rollouts scored, rollouts in all, and tokens
-    scored."""
+    """Callback before the first and after each pass of a call: rollouts scored, rollouts in all, and tokens scored."""
     _held: dict[Path, HeldModel] = field(default_factory=dict)
 
     def of(self, description: ModelDescription) -> HeldModel:

@@ -81,9 +81,9 @@ class Collector:
     ends: tuple[int, ...]
     """Ids that end a response (`moerl.orchestration.ends`)."""
     say: Callable[[str], None]
-    """Called with a line for people about refused answers."""
+    """Callback with a line for people about refused answers."""
     watch: Callable[[int, int, int], None] = _unwatched
-    """Called at the start and after each outcome, with the number of outcomes, of requests, and of sampled tokens."""
+    """Callback at the start and after each outcome: numbers of outcomes, of requests, and of sampled tokens."""
     evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
     """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
     # Tokenizers may be borrowed by one thread at a time.

@@ -34,7 +34,7 @@ class RunCheck:
     cost: str
     """Files and programs that the check needs, for the documentation."""
     look: Callable[[Facts], str | Note]
-    """Returns a line on what it saw, or a note; raises `MoerlError` if a run could not work."""
+    """Function that returns a line on what it saw, or a note; raises `MoerlError` if a run could not work."""
     after: str = ""
     """Name of an earlier check; if that one fails, this one is left out, as it would fail for the same reason."""
 

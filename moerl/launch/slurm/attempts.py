@@ -46,7 +46,7 @@ class Job:
     job_id: str
     """SLURM's id of the job, the same after a requeue; "none" outside of SLURM."""
     max_requeues: int
-    """How often in a row the job may start again without a new checkpoint."""
+    """Starts of the job again, in a row, without a new checkpoint, at most."""
 
     @property
     def folder(self) -> Path:

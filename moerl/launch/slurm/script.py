@@ -37,7 +37,7 @@ class JobSettings:
     signal_seconds: int
     """Seconds before the limit at which SLURM signals the run to stop."""
     max_requeues: int
-    """How often in a row the job is requeued without a new checkpoint."""
+    """Requeues of the job, in a row, without a new checkpoint, at most."""
     run_dir: Path
     """Directory of the run, absolute."""
     working_dir: Path
