@@ -229,7 +229,7 @@ class MegatronTrainer:
         training: bool,
         scale: Tensor | float = 0.0,
     ) -> tuple[StepReport, RecordedRouting | None]:
-        """Runs one schedule, without the update; returns its report, and the recorded routing if `what.record`."""
+        """Runs one schedule, without the update; returns its report, and the routing if `what` has it recorded."""
         self._weights.take_back()
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:

@@ -1,8 +1,8 @@
 """Gathering buckets the field's simple way, as a reference: every holder of a part receives the whole bucket.
 
 Runs in every trainer rank. The ranks of a stage that hold its first replica all-gather each bucket, padded to the
-largest contribution; the first of them hands it on where the sender is none of them. A bucket that the sender holds
-whole is not sent at all. Memory and traffic grow with the number of these ranks.
+largest contribution; the first of them sends it to the sender if the sender is none of them. A bucket that the sender
+has whole is not exchanged at all. Memory and traffic grow with the number of these ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from moerl.weights.plan import Bucket, SyncPlan
 
 
 class AllGather:
-    """Gathers by a plan that was made for it, as often as asked. Attributes as in `SenderGather`."""
+    """Gatherer by all-gathers, for a plan that was made with `PlanOptions.gather` allgather. Attributes as in
+    `SenderGather`."""
 
     def __init__(self, plan: SyncPlan, peers: Peers) -> None:
-        """A collective of all ranks: makes a process group for each pipeline stage."""
+        """Makes a process group for each pipeline stage. A collective of all ranks."""
         self._peers, self._rank, self._device = peers, peers.rank, peers.device
         self._until = 0.0
         self._dtype = DTYPES[plan.options.item_bytes]
@@ -87,7 +88,7 @@ class AllGather:
                 offset += piece.num_bytes
 
     def _buffer(self, number: int, num_bytes: int) -> Tensor:
-        """Room that every bucket uses again."""
+        """Returns the buffer `number`, of at least `num_bytes`; every bucket uses it again."""
         room = self._room.get(number)
         if room is None or room.numel() < num_bytes:
             room = self._room[number] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

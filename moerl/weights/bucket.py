@@ -1,4 +1,4 @@
-"""Buckets in memory: one flat piece of bytes, and the tensors that lie in it. Runs in every trainer rank."""
+"""Buckets in memory: a flat tensor of bytes, and the weights that lie in it. Runs in every trainer rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """A bucket that a sender has gathered. Iterates over (Hugging Face name, tensor).
-
-    flat: uint8 [num_bytes], the tensors behind one another without gaps; they are views of it. All of it is written
-    over once the engine has taken it: who keeps a tensor copies it.
-    """
+    """A bucket that a sender has gathered. Iterates over (Hugging Face name, tensor)."""
 
     bucket: Bucket
+    """Its entry in the plan."""
     flat: Tensor
+    """uint8 [num_bytes]; the tensors, which are views of it, behind one another without gaps. It is written over once
+    the sink's `receive` has returned: a sink that keeps a tensor copies it."""
     dtype: torch.dtype
+    """dtype of parameters; entries whose element is float32 have that."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for entry in self.bucket.entries:
@@ -35,13 +35,13 @@ class WeightBucket:
             yield entry.name, data.view(dtype).view(entry.shape)
 
     def parts(self) -> list[Tensor]:
-        """All elements as one vector for each dtype."""
+        """Returns all elements as one vector for each dtype."""
         wide = sum(entry.num_bytes for entry in self.bucket.entries if entry.element == "float32")
         parts = [self.flat[:wide].view(torch.float32), self.flat[wide:].view(self.dtype)]
         return [part for part in parts if part.numel()]
 
     def rows(self) -> dict[str, Tensor]:
-        """Views of the tensors as uint8 [rows, bytes of a row]."""
+        """Returns views of the tensors as uint8 [rows, bytes of a row], by name."""
         return {
             entry.name: self.flat[entry.offset : entry.offset + entry.num_bytes].view(entry.shape[0], -1)
             for entry in self.bucket.entries
@@ -49,13 +49,13 @@ class WeightBucket:
 
 
 def shard_bytes(shards: Mapping[str, Tensor], piece: Piece) -> Tensor:
-    """A piece's bytes in the shard it comes from: uint8 [num_bytes], a view where the shard is contiguous."""
+    """Returns a piece's bytes in the shard it comes from: uint8 [num_bytes], a view if the shard is contiguous."""
     rows = shards[piece.source][piece.source_row : piece.source_row + piece.num_rows]
     return rows.reshape(-1).view(torch.uint8)
 
 
 def place(rows: Mapping[str, Tensor], piece: Piece, data: Tensor) -> None:
-    """Copies a piece's bytes to where they belong.
+    """Copies a piece's bytes to their place in a bucket.
 
     Args:
         rows: of the bucket, see `WeightBucket.rows`.
@@ -68,7 +68,8 @@ def place(rows: Mapping[str, Tensor], piece: Piece, data: Tensor) -> None:
 
 
 def contiguous_span(bucket: Bucket, pieces: tuple[Piece, ...]) -> tuple[int, int] | None:
-    """First and last byte (exclusive) of pieces that lie behind one another in a bucket; None where they do not."""
+    """Returns the first and last byte (exclusive) of pieces that lie behind one another in a bucket; None if they do
+    not."""
     entries = {entry.name: entry for entry in bucket.entries}
     start = end = -1
     for piece in pieces:
@@ -85,7 +86,7 @@ def contiguous_span(bucket: Bucket, pieces: tuple[Piece, ...]) -> tuple[int, int
 
 
 def check_shards(plan: SyncPlan, rank: int, shards: Mapping[str, Tensor]) -> None:
-    """Compares what a rank holds with what the plan says it holds.
+    """Compares the tensors that a rank has with those that the plan expects of it.
 
     Raises:
         WeightSyncError: a tensor is missing, unknown, or of another shape or dtype.

@@ -1,7 +1,10 @@
-"""A sender's side towards its sink: one thread that calls it, two slots, and an end to every call. Runs in senders.
+"""Calls of a sender's sink: in one thread, from two slots, each with a limit of time. Runs in senders.
 
-A call that does not come back within a step's time is given up, not ended: nobody can end it. Its thread is a daemon,
-so that the process can still end, and the next update begins with it once it is back.
+    rank's thread     gathers into one slot, submits calls, waits for each `step_seconds` at most
+    weight-sink       calls the sink, one call after the other, over all updates
+
+A call that does not return in time becomes an error, but goes on: nobody can end it. Its thread is a daemon, so that
+the process can still end; calls of the next update run once that call has returned.
 """
 
 from __future__ import annotations
@@ -23,13 +26,18 @@ from moerl.weights.bucket import WeightBucket
 
 @dataclass(slots=True, eq=False)
 class SinkCall:
-    """One call of a sink. doing: what it is, for errors. problem: what it raised. started: by `time.monotonic`."""
+    """One call of a sink."""
 
     doing: str
+    """Name of the call, for errors."""
     run: Callable[[], None]
+    """The call itself; runs in the sink's thread."""
     started: float = 0.0
+    """Time of its begin by `time.monotonic`; 0 before."""
     problem: BaseException | None = None
+    """Error that it raised; None if it raised none, or has not ended."""
     done: threading.Event = field(default_factory=threading.Event)
+    """Set when it has ended."""
 
 
 class SinkThread:
@@ -37,8 +45,8 @@ class SinkThread:
 
     Args:
         name: of the sink, for errors.
-        step_seconds: how long each call may take.
-        thread_name: for those who look at threads.
+        step_seconds: longest time of each call.
+        thread_name: shown by debuggers.
     """
 
     def __init__(self, name: str, step_seconds: float, thread_name: str = "weight-sink") -> None:
@@ -53,8 +61,8 @@ class SinkThread:
         return call
 
     def wait(self, call: SinkCall) -> BaseException | None:
-        """Waits for a call; returns what the call raised, or an error of its own after `step_seconds`, counted from the
-        beginning of the call, or from now if the call has not begun."""
+        """Waits for a call; returns the error that it raised, or None. After `step_seconds`, counted from the beginning
+        of the call, or from now if the call has not begun, returns a `WeightSyncError`."""
         begun = call.started or time.monotonic()
         if call.done.wait(max(0.0, begun + self.step_seconds - time.monotonic())):
             return call.problem
@@ -82,11 +90,11 @@ class BucketSender:
     """One update from a sender to its sink.
 
     Args:
-        slot_bytes: of the largest bucket. Slots that grew would leave their old room behind in the allocator.
+        slot_bytes: of the largest bucket. Slots that grew would leave their old memory unused in the allocator.
         dtypes: as `CheckedSink.held_dtypes` of the engine; None if no checksums are wanted.
 
     Attributes:
-        checksums: of every tensor that was sent, by checkpoint name; None if none are wanted.
+        checksums: of every tensor that was sent, by checkpoint name; each is None if none are wanted.
     """
 
     def __init__(
@@ -111,26 +119,26 @@ class BucketSender:
         self.end_seconds = 0.0
 
     def abandon(self) -> None:
-        """Has the thread leave out what it has not begun, and then the sink forget the update. Waits for nothing."""
+        """Has the thread skip calls that it has not begun, and then the sink forget the update. Returns at once."""
         self._is_abandoned = True
         self._thread.submit("abandon_update", self._sink.abandon_update)
 
     def begin(self, version: int) -> BaseException | None:
-        """Opens the update."""
+        """Opens the update; returns the error of the sink, or None."""
         return self._call(
             f"begin_update({version})", lambda: self._ask("begin_update", lambda: self._sink.begin_update(version))
         )
 
     def slot(self, num_bytes: int) -> Tensor:
-        """Room for the next bucket, where `settle(1)` found no problem: that of the bucket before last."""
+        """Returns room for the next bucket: that of the bucket before last. Call after `settle(1)` found no problem."""
         return self._slots[len(self._sent) % 2][:num_bytes]
 
     def send(self, bucket: WeightBucket) -> None:
-        """Lets the sink take a bucket; returns at once."""
+        """Submits a bucket to the sink's thread; returns at once."""
         self._sent.append(self._thread.submit(bucket.bucket.label, lambda: self._send(bucket)))
 
     def settle(self, at_most: int) -> BaseException | None:
-        """Waits until the sink has no more than so many buckets left to take; the first problem it had, if any."""
+        """Waits until the sink has at most so many buckets left to receive; returns its first error, or None."""
         start = time.perf_counter()
         problem = None
         while problem is None and len(self._sent) - self._num_settled > at_most:
@@ -140,7 +148,7 @@ class BucketSender:
         return problem
 
     def end(self) -> BaseException | None:
-        """Ends the update: the sink has all buckets."""
+        """Ends the update, after all buckets; returns the error of the sink, or None."""
         start = time.perf_counter()
         problem = self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
         self.end_seconds = time.perf_counter() - start
@@ -156,7 +164,7 @@ class BucketSender:
         return self._thread.wait(self._thread.submit(doing, lambda: None if self._is_over else run()))
 
     def _ask[T](self, doing: str, ask: Callable[[], T]) -> T:
-        """Asks the sink; its error with a name."""
+        """Asks the sink; raises its error as a `WeightSyncError` that names the sink and the call."""
         try:
             return ask()
         except Exception as problem:
@@ -168,7 +176,7 @@ class BucketSender:
             ) from problem
 
     def _send(self, bucket: WeightBucket) -> None:
-        # What comes after a bucket that was not taken is not sent.
+        # Buckets after one that failed are not sent.
         if self._is_over:
             return
         self._has_failed = True
@@ -187,7 +195,7 @@ class BucketSender:
 
 
 def _refuse_infinite(bucket: WeightBucket) -> None:
-    # Of the whole bucket first: two passes over many small tensors would take longer than sending them.
+    # The whole bucket is checked first: two passes over many small tensors would take longer than sending them.
     if all(_is_finite(part) for part in bucket.parts()):
         return
     name = next(name for name, tensor in bucket if not _is_finite(tensor))
@@ -199,11 +207,11 @@ def _refuse_infinite(bucket: WeightBucket) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Smallest and largest are finite; unlike `isfinite` this needs no memory."""
+    """Returns True if smallest and largest value are finite; unlike `isfinite` this needs no memory."""
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _cast(bucket: WeightBucket, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as the engine holds them."""
+    """Yields the tensors in the dtypes of the engine."""
     for name, tensor in bucket:
         yield name, tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor

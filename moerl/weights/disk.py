@@ -1,8 +1,9 @@
-"""Weights through a shared file system, for engines elsewhere: one folder for each version, whole or not there.
+"""Weights through a shared file system, for engines in other processes: one folder for each version, whole or not
+there.
 
-Every sender writes its buckets as safetensors files; the one that ends last adds the index and the hashes of all files
-and renames the folder. Bytes go from the bucket to the file as they lie: its layout is that of safetensors. Who reads a
-version checks the hashes first. Runs in the senders of the trainer, and wherever weights are read.
+Every sender writes its buckets as safetensors files; the first sender, which ends last, adds the index and the hashes
+of all files and renames the folder. Bytes go from the bucket to the file as they lie: its layout is that of
+safetensors. Readers of a version check the hashes first. Runs in the senders of the trainer, and in readers.
 
     <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by sender and bucket
                               model.safetensors.index.json       tensor -> file, as transformers and engines read it
@@ -32,7 +33,7 @@ from moerl.weights.bucket import WeightBucket
 INDEX = "model.safetensors.index.json"
 HASHES = "hashes.json"
 KEPT_VERSIONS = 2
-"""A reader of the newest version is not disturbed by the next one."""
+"""Versions that are kept: a reader of the newest one is not disturbed by the next."""
 _NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
 _ALIGNMENT = 8
 _VERSION = re.compile(r"version-(\d+)", re.ASCII)
@@ -50,11 +51,14 @@ class _Hashes(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """num_bytes and sha256 (hexadecimal) of a file; names: of the tensors in it."""
+    """Facts about a file that a sender wrote."""
 
     num_bytes: int
+    """Size of the file."""
     sha256: str
+    """Hash of the file, hexadecimal."""
     names: tuple[str, ...]
+    """Names of the tensors in it."""
 
 
 class DiskSink:
@@ -96,8 +100,8 @@ class DiskSink:
         self._files[name] = _write(self._partial / name, tensors)
 
     def end_update(self) -> None:
-        """Lists this sender's files; the first sender completes the version. One that is there already is replaced:
-        a run that goes on from a checkpoint publishes its weights again.
+        """Lists this sender's files; the first sender completes the version. An existing folder of the version is
+        replaced: a run that goes on from a checkpoint publishes its weights again.
 
         Raises:
             WeightSyncError: two senders wrote one tensor.
@@ -122,7 +126,7 @@ class DiskSink:
             for name, (num_bytes, sha256, names) in read_json(self._listing(rank)).items():
                 files[name] = WrittenFile(num_bytes, sha256, tuple(names))
         for path in self._partial.iterdir():
-            # Listings, and what an update that never ended has left.
+            # Listings, and files of an update that never ended.
             if path.name not in files:
                 path.unlink()
         weight_map = {name: file for file, written in files.items() for name in written.names}
@@ -135,7 +139,7 @@ class DiskSink:
         index_hash = {"bytes": (self._partial / INDEX).stat().st_size, "sha256": _sha256(self._partial / INDEX)}
         _write_json(self._partial / HASHES, {"version": self._version, "files": hashes | {INDEX: index_hash}})
         replace_folder(self._partial, final)
-        # Later ones are of steps that a run which went back to a checkpoint makes again.
+        # Later versions are removed: the run went back to a checkpoint, and makes their steps again.
         there = versions(self._folder)
         kept = [version for version in there if version <= self._version][-KEPT_VERSIONS:]
         for old in set(there) - set(kept):
@@ -143,12 +147,12 @@ class DiskSink:
 
 
 def version_name(version: int) -> str:
-    """The name of a version's folder."""
+    """Returns the name of a version's folder."""
     return f"version-{version:08}"
 
 
 def versions(folder: Path) -> list[int]:
-    """The whole versions of a folder, oldest first; what has another name than `version_name` gives is none."""
+    """Returns the whole versions of a folder, oldest first; ignores names that `version_name` does not give."""
     found = (_VERSION.fullmatch(path.name) for path in folder.glob("version-*"))
     return sorted(int(match[1]) for match in found if match and match[0] == version_name(int(match[1])))
 
@@ -160,7 +164,7 @@ def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_buckets(folder: Path, version: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields a version bucket by bucket, as senders wrote it, after all its files were found to be those written.
+    """Yields a version bucket by bucket, as senders wrote it, after a check of the hashes of all files.
 
     Raises:
         WeightSyncError: a file is missing, cut or changed, or the folder is of another version. Nothing was yielded.
@@ -176,7 +180,7 @@ def read_buckets(folder: Path, version: int) -> Iterator[list[tuple[str, Tensor]
 
 
 def _check(path: Path, version: int) -> list[str]:
-    """The files of a version, each found to be what was written."""
+    """Returns the files of a version. Raises `WeightSyncError` if one is not as it was written."""
     if not (path / HASHES).is_file():
         raise _broken(path, f"no {HASHES}", "a whole version", "wait for the trainer to write it")
     try:
@@ -201,7 +205,7 @@ def _broken(path: Path, seen: object, expected: object, remedy: str) -> WeightSy
 
 
 def _write(path: Path, bucket: WeightBucket) -> WrittenFile:
-    """Writes and syncs a safetensors file, hashing what it writes."""
+    """Writes and syncs a safetensors file, and hashes its bytes."""
     header: dict[str, object] = {}
     for entry, (name, tensor) in zip(bucket.bucket.entries, bucket, strict=True):
         span = [entry.offset, entry.offset + entry.num_bytes]

@@ -1,4 +1,4 @@
-"""Bytes per link and time of a weight update, worked out from its plan. Torch-free.
+"""Bytes per link and time of a weight update, computed from its plan. Torch-free.
 
 Every sender has two links: one to the other trainer ranks, over which it gathers, and one to the engines. Gathering a
 bucket overlaps sending the one before it, so a sender takes as long as the slower of both, and the first bucket's
@@ -7,9 +7,9 @@ gathering (or the last one's sending) on top:
     seconds = max over senders of  sum over buckets of max(gather of bucket k + 1, send of bucket k)
 
 One sender sends a bucket once, however many servers there are: they pass its pieces on to one another, and the last one
-has it later than the first by as many pieces as there are servers before it. Several senders send a bucket to every
-server. A server takes one bucket at a time over a link of its own, so however many senders there are, an update takes
-no less than all bytes over that link.
+has the bucket later than the first by as many pieces as there are servers before it. Several senders send a bucket to
+every server. A server receives one bucket at a time over a link of its own, so however many senders there are, an
+update takes no less than all bytes over that link.
 """
 
 from __future__ import annotations
@@ -22,34 +22,46 @@ from moerl.weights.plan import SyncPlan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Bytes per second of one link of a sender: towards trainer ranks, and towards engines (as of an engine's own)."""
+    """Bytes per second of the two links of a sender."""
 
     gather: float
+    """Bytes per second from other trainer ranks."""
     engine: float
+    """Bytes per second to engines; an engine's own link has the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class SenderLoad:
-    """Load of one sender. num_bytes: of its buckets. received_bytes: of its buckets, from other ranks."""
+    """Load of one sender in an update."""
 
     rank: int
+    """Its trainer rank."""
     num_buckets: int
+    """Buckets that it sends."""
     num_bytes: int
+    """Bytes of its buckets."""
     received_bytes: int
+    """Bytes of its buckets that come from other ranks."""
     gather_seconds: float
+    """Sum over its buckets, without sending."""
     send_seconds: float
+    """Sum over its buckets, without gathering."""
     seconds: float
+    """Time of both, overlapped as the module says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """To which each bucket is sent. piece_bytes: of the pieces that they pass on to one another."""
+    """Servers to which each bucket is sent."""
 
     count: int
+    """Number of servers, at least 1."""
     piece_bytes: int
+    """Bytes of the pieces that servers pass on to one another; unused for one server."""
 
     def sent_bytes(self, num_bytes: int, num_senders: int) -> int:
-        """For as long as which a sender's link is busy, or waits for the last server, with one bucket."""
+        """Returns the bytes in whose time a sender's link is done with one bucket: it sends, or waits for the last
+        server."""
         if num_senders > 1:
             return self.count * num_bytes
         return num_bytes + (self.count - 1) * min(self.piece_bytes, num_bytes)
@@ -59,7 +71,7 @@ ONE_ENGINE = Servers(1, 0)
 
 
 def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_ENGINE) -> list[SenderLoad]:
-    """The load of each sender, in rank order."""
+    """Returns the load of each sender, in rank order."""
     loads = []
     num_senders = len(plan.options.senders)
     for rank in plan.options.senders:
@@ -82,7 +94,7 @@ def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_
 
 
 def sent_bytes(plan: SyncPlan) -> Counter[int]:
-    """Bytes that each rank sends to senders."""
+    """Returns the bytes that each rank sends to senders."""
     sent: Counter[int] = Counter()
     for bucket in plan.buckets:
         for message in bucket.messages:

@@ -1,11 +1,11 @@
 """Gathering buckets: every part of a bucket goes to the bucket's sender, and nowhere else. Runs in every trainer rank.
 
-All senders gather side by side, the k-th bucket of each in round k. Transfers of all ranks have one order (round, turn,
-sender) and every rank works through its own in that order with a few under way, so that the first unfinished transfer
-of all can always go on: no order of arrival can make ranks wait for one another in a circle.
+All senders gather at the same time, the k-th bucket of each in round k. Transfers of all ranks have one order (round,
+turn, sender) and every rank works through its own in that order with a few under way, so that the first unfinished
+transfer of all can always go on: no order of arrival can make ranks wait for one another in a circle.
 
-Only point-to-point operations are used, which gloo has as NCCL has. Bytes that lie as they are wanted are sent from the
-weights and received into the bucket; others are packed, and put in place by the sender.
+Only point-to-point operations are used, which gloo and NCCL have. Bytes that lie in the order of the bucket are sent
+from the weights and received into the bucket; others are packed, and the sender puts them in place.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from moerl.weights.plan import CHUNKS_IN_FLIGHT, Bucket, SyncPlan
 from moerl.weights.shards import Piece
 
 TakeSlot = Callable[[int], Tensor]
-"""Returns room for a bucket of so many bytes, uint8; waits until there is some."""
+"""Function that returns room for a bucket of so many bytes, uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A chunk that travels between two ranks. span: where it lies in the bucket, if in one piece."""
+    """A chunk that travels between two ranks. span: its first and last byte (exclusive) in the bucket; None if it is
+    not in one piece there."""
 
     source: int
     bucket: Bucket
@@ -38,14 +39,15 @@ class _Transfer:
     span: tuple[int, int] | None
 
     def doing(self, rank: int) -> str:
-        """For errors: what `rank` has to do with it."""
+        """Returns words for errors on the part of `rank` in the transfer."""
         how, peer = ("receives from", self.source) if rank == self.bucket.sender else ("sends to", self.bucket.sender)
         return f"{self.bucket.label}: rank {rank} {how} rank {peer}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A rank's part in one round. bucket: its own, if any. own_pieces: those of it that the rank holds."""
+    """A rank's part in one round. bucket: that which the rank sends, if any. own_pieces: pieces of this bucket in the
+    rank's own shards."""
 
     bucket: Bucket | None
     own_pieces: tuple[Piece, ...]
@@ -53,10 +55,11 @@ class _Round:
 
 
 class SenderGather:
-    """Gathers by a plan, as often as asked.
+    """Gatherer by point-to-point transfers, for all updates of one plan.
 
     Attributes:
-        needed_bytes: of this rank's buckets, what it does not hold. received_bytes: what it received. Of one update.
+        needed_bytes: bytes of this rank's buckets that are not in its shards.
+        received_bytes: bytes that this rank received in the last update.
     """
 
     def __init__(self, plan: SyncPlan, peers: Peers) -> None:
@@ -72,9 +75,9 @@ class SenderGather:
         self.received_bytes = 0
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
-        """One item for each round: the bucket that this rank gathered, None where it is the sender of none.
+        """Yields once per round: the bucket that this rank gathered, None if it is no sender in that round.
 
-        A collective: every rank iterates to the end. A bucket's bytes are those of the slot it was given.
+        A collective: every rank iterates to the end. A bucket's bytes are those of its slot from `take_slot`.
 
         Args:
             shards: this rank's weights, by the names of the plan.
@@ -135,7 +138,7 @@ class SenderGather:
         then()
 
     def _chunk(self, num_bytes: int) -> Tensor:
-        """Room for a chunk: that of the chunk so many transfers ago, which has arrived."""
+        """Returns room for a chunk: that of the chunk `CHUNKS_IN_FLIGHT` chunks ago, which has arrived."""
         index = self._chunks_used % CHUNKS_IN_FLIGHT
         self._chunks_used += 1
         if self._ring[index].numel() < num_bytes:
@@ -144,7 +147,7 @@ class SenderGather:
 
 
 def _nothing() -> None:
-    """Does nothing: bytes that were sent, or arrived in their place, need no further step."""
+    """Does nothing: bytes that were sent, or that arrived in place, need no further step."""
 
 
 def _part_of(rank: int, buckets: list[Bucket], chunk_bytes: int) -> _Round:

@@ -1,12 +1,12 @@
-"""The manifest of a weight update: which tensors the trainer publishes, and which ranks hold which slice. Torch-free.
+"""The manifest of a weight update: the tensors that the trainer publishes, and the ranks of each slice. Torch-free.
 
-The plan of an update (`moerl.weights.plan`) is made from a manifest alone. It comes from one of two sides:
+The plan of an update (`moerl.weights.plan`) is made from a manifest alone. A manifest is made in one of two ways:
 
-- `merge_shards` puts together what the trainer's ranks say that they publish: names, shapes and dtypes of their shards.
-  Any part of a model can be published, so changed tensors alone are a manifest too.
-- `model_manifest` works out what a trainer of a model in a layout would say, before anything is built.
+- `merge_shards` merges the names, shapes and dtypes of the shards that the trainer's ranks publish. Any part of a model
+  can be published, so changed tensors alone are a manifest, too.
+- `model_manifest` computes that of all weights of a model in a layout, before anything is built.
 
-Where a tensor's rows belong in Hugging Face tensors follows from its name and the model (`moerl.weights.tensors`).
+A tensor's name and the model determine the place of its rows in Hugging Face tensors (`moerl.weights.tensors`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,33 @@ from moerl.weights.tensors import MegatronTensor, Split, model_tensors
 
 Shape = tuple[int, ...]
 Owners = tuple[tuple[int, ...], ...]
-"""For every slice of a tensor the ranks that hold it, ascending."""
+"""Ranks that have each slice of a tensor, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """Shard of a Megatron tensor that one rank publishes. dtype: as torch names it, without ``torch.``."""
+    """Shard of a Megatron tensor that one rank publishes."""
 
     name: str
+    """Name of the Megatron tensor (`moerl.weights.tensors`)."""
     shape: Shape
+    """Shape of the shard."""
     dtype: str
+    """dtype as torch names it, without ``torch.``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One Megatron tensor that the trainer publishes. A tensor in one slice is `Split.WHOLE`. owners: see `Owners`."""
+    """One Megatron tensor that the trainer publishes."""
 
     tensor: MegatronTensor
+    """The tensor; its split is `Split.WHOLE` if it is in one slice."""
     owners: Owners
+    """Ranks of each slice."""
 
     @property
     def ways(self) -> int:
-        """Into how many slices it is cut."""
+        """Number of slices."""
         return len(self.owners)
 
     @property
@@ -56,23 +61,26 @@ class PublishedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Everything that an update brings, in the order of the model's layers."""
+    """The content of an update."""
 
     dims: ParallelDims
+    """Parallel layout of the trainer."""
     tensors: tuple[PublishedTensor, ...]
+    """Published tensors, in the order of the model's layers."""
 
     def stage(self, published: PublishedTensor) -> int:
-        """The pipeline stage that holds a tensor."""
+        """Returns the pipeline stage that has a tensor."""
         return published.owners[0][0] // self.dims.ranks_per_stage
 
     def shard_shapes(self, rank: int) -> dict[str, Shape]:
-        """The tensors that a rank publishes, by name, and the shape of its shard of each."""
+        """Returns the shape of a rank's shard of each tensor that it publishes, by name."""
         held = (each for each in self.tensors if any(rank in owners for owners in each.owners))
         return {each.tensor.name: each.shard_shape for each in held}
 
 
 def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents: bool = False) -> WeightManifest:
-    """The manifest of all weights of a model in a layout, from sizes alone. split_latents: as in `model_tensors`."""
+    """Returns the manifest of all weights of a model in a layout, from sizes alone. split_latents: as in
+    `model_tensors`."""
     owner = Ownership(dims, model.num_layers, model.num_experts)
     stages = owner.stage_of_layers()
     published = []
@@ -90,7 +98,10 @@ def encode_shards(shards: Mapping[str, Any]) -> bytes:
 
 
 def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[bytes]) -> WeightManifest:
-    """The manifest of what all ranks say, in rank order, each as `encode_shards` wrote it.
+    """Merges the shards of all ranks to a manifest.
+
+    Args:
+        ranks: results of `encode_shards`, in rank order.
 
     Raises:
         WeightSyncError: a tensor has no place in the model, or its shards do not make up a whole.
@@ -125,12 +136,13 @@ def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[by
 
 
 def _axis(tensor: MegatronTensor, dims: ParallelDims) -> int:
-    """Ranks that may cut a tensor."""
+    """Returns the number of ranks that may cut a tensor."""
     return dims.tensor if tensor.expert is None else dims.expert_tensor
 
 
 def _split(tensor: MegatronTensor, shards: Mapping[int, HeldShard], dims: ParallelDims) -> Split:
-    """How the ranks cut a tensor, by the shapes of their shards; they must agree on it, and on the dtype."""
+    """Returns how the ranks cut a tensor, by the shapes of their shards. Raises `WeightSyncError` if the ranks do not
+    agree on the cut and the dtype."""
     seen = sorted({(shard.shape, shard.dtype) for shard in shards.values()})
     if len(seen) == 1:
         (shape, dtype), ways = seen[0], _axis(tensor, dims)

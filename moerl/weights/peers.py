@@ -1,19 +1,18 @@
-"""The trainer ranks as a weight update sees them: nobody waits for another one longer than a step may take.
+"""Waits of a trainer rank for others in a weight update, each with an end. Runs in every trainer rank.
 
-Runs in every trainer rank. A rank that dies or hangs would leave the others in a transfer or a collective for as long
-as the process group waits, half an hour. Here each wait has an end, and the error names who was waited for:
+A rank that dies or hangs would leave the others in a transfer or a collective for as long as the process group waits,
+half an hour. Here each wait has an end, and the error names the ranks that did not come:
 
     a transfer        `step_seconds` from the start of its bucket
     an agreement      two times that: another rank may take one whole step for its bucket or its sink
 
-What a rank has to say goes through the process group's store, which outlives connections (a file, for the ranks that
-the launcher starts): why it failed, so that the others can say so, too; and, where nobody knows who is missing, that it
-is still there.
+Messages go through the process group's store, which outlives connections (a file, for ranks on one machine): a rank
+that failed writes why, and the others quote it; if no rank knows which one is missing, each writes that it is there.
 
 With gloo a transfer that timed out closes every connection of its rank, and a rank that dies closes them as well: its
-peers notice at once. NCCL tells nobody, and its `Work.wait` only orders streams: there the host asks the work
-whether it is done until time is up. Either way the process group is no longer of use. The run ends and is resumed from
-its checkpoint; engines keep the version they had.
+peers notice at once. With NCCL they do not notice, and its `Work.wait` only orders streams: the host asks the work
+whether it is done until time is up. In both cases the process group cannot be used any more. The run ends and is
+resumed from its checkpoint; engines keep the version they had.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from moerl.errors import WeightSyncError
 _NUMBERS = itertools.count()
 _POLL_SECONDS = 2e-4
 _LISTEN_SECONDS = 0.5
-"""How often a rank that waits for an agreement looks whether another one has given up."""
+"""Seconds after which a rank that waits for an agreement looks again whether another one has given up."""
 _GRACE_SECONDS = 2.0
-"""How long a rank that lost contact listens for one that knows more."""
+"""Seconds that a rank that lost contact waits for the reason from one that knows it."""
 
 
 class Peers:
@@ -45,7 +44,7 @@ class Peers:
     Args:
         rank: this rank.
         device: of the weights.
-        step_seconds: how long each step of an update may take.
+        step_seconds: longest time of each step of an update.
     """
 
     def __init__(self, rank: int, device: torch.device, step_seconds: float) -> None:
@@ -55,19 +54,19 @@ class Peers:
         self._lost = ""
 
     def until(self) -> float:
-        """When a step that begins now must be done, by `time.monotonic`."""
+        """Returns the time by `time.monotonic` at which a step that begins now must be done."""
         return time.monotonic() + self.step_seconds
 
     @contextlib.contextmanager
     def contact(self, until: float, doing: Callable[[], str]) -> Iterator[None]:
-        """Around starting or finishing a transfer.
+        """Surrounds the start or the end of a transfer.
 
         Args:
-            until: of the step, as from `until`.
-            doing: what this rank does, and with whom.
+            until: end of the step, from the method `until`.
+            doing: returns words on what this rank does, and with which rank.
 
         Raises:
-            WeightSyncError: what is inside failed, or was not done by then. The process group is of no more use.
+            WeightSyncError: the block failed, or was not done in time. The process group cannot be used any more.
         """
         try:
             yield
@@ -77,8 +76,9 @@ class Peers:
             self._give_up(doing(), seen, "" if is_late else self._listen(_LISTEN_SECONDS), error)
 
     def meet(self, start: Callable[[], dist.Work | None], until: float, doing: str, members: Sequence[int]) -> None:
-        """A collective from start to end. Unlike a transfer it can be waited for again and again, and this rank listens
-        meanwhile; its failure does not say which rank is missing, so the members call the roll.
+        """Runs a collective from start to end. Unlike a transfer, a collective can be waited for several times, and
+        between waits this rank reads messages of others. Its failure does not say which rank is missing, so every
+        member writes that it is there.
 
         Raises:
             WeightSyncError: as `contact`.
@@ -96,7 +96,8 @@ class Peers:
         self._give_up(doing, "" if known else seen, known, error)
 
     def finish(self, work: dist.Work | None, until: float) -> None:
-        """Waits for a transfer or a collective, inside of `contact`."""
+        """Waits for a transfer or a collective. Raises `TimeoutError` or `RuntimeError`, which `contact` and `meet`
+        turn into errors that name ranks."""
         assert work is not None
         if self.device.type == "cuda":
             while not work.is_completed():
@@ -109,10 +110,10 @@ class Peers:
         work.wait(timedelta(milliseconds=max(1.0, 1e3 * (until - time.monotonic()))))
 
     def agree(self, problem: BaseException | None, step: str) -> None:
-        """Raises on every rank where one has a problem: there the problem, elsewhere an error that quotes it.
+        """Raises on every rank if any has a problem: on that rank the problem, on others an error that quotes it.
 
         Raises:
-            WeightSyncError: also where ranks are missing, or were lost before.
+            WeightSyncError: also if ranks are missing, or were lost before.
         """
         if self._lost:
             raise WeightSyncError(
@@ -148,7 +149,7 @@ class Peers:
     # --- lost contact -------------------------------------------------------------------------------------------------
 
     def _run(self, start: Callable[[], dist.Work | None], until: float) -> RuntimeError | TimeoutError | None:
-        """Why a collective is not done: it failed, took too long, or others have given up."""
+        """Runs a collective. Returns the error if it failed, took too long, or others have given up; else None."""
         work: dist.Work | None = None
         while True:
             was_over = False
@@ -160,7 +161,7 @@ class Peers:
             except (RuntimeError, TimeoutError) as error:
                 if work is None or was_over:
                     return error
-                # It may have succeeded just after the wait for it ended: waiting once more tells.
+                # It may have succeeded just after the wait for it ended: wait once more.
                 if work.is_completed():
                     continue
                 if time.monotonic() >= until or self._heard("lost") or self._heard("roll"):
@@ -188,7 +189,7 @@ class Peers:
             return
 
     def _heard(self, key: str) -> str:
-        """Returns what a rank has said under a key; empty if none has, or the store is gone."""
+        """Returns the text under a key; empty if there is none, or the store is gone."""
         try:
             store, name = _get_default_store(), f"{self._prefix}/{key}"
             return store.get(name).decode() if store.check([name]) else ""
@@ -196,7 +197,8 @@ class Peers:
             return ""
 
     def _listen(self, seconds: float) -> str:
-        """Waits `seconds` at most for a rank to say why contact was lost; returns what it said, or an empty text."""
+        """Waits `seconds` at most until a rank has written why contact was lost; returns its text, else an empty
+        one."""
         until = time.monotonic() + seconds
         while not (text := self._heard("lost")) and time.monotonic() < until:
             time.sleep(_LISTEN_SECONDS / 10)
@@ -204,6 +206,7 @@ class Peers:
 
 
 def _first_line(error: BaseException | None) -> str:
-    """The news in an error of torch.distributed: without the place in its source before, and the advice behind."""
+    """Returns the first line of an error of torch.distributed, without the place in its source before the message and
+    the advice after it."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]

@@ -1,14 +1,15 @@
-"""The schedule of a weight update: which bucket holds what, which rank gathers it, who sends what. Torch-free.
+"""The schedule of a weight update: the tensors of each bucket, its sender, and the ranks that have its parts.
+Torch-free.
 
-A plan follows from the manifest of what the trainer publishes (`moerl.weights.manifest`), so every rank works out the
-same one. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and layer. The
-order is cut into as many parts of equal bytes as there are senders, and each part into buckets of one stage and kind.
-A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
+A plan follows from the manifest of the published tensors (`moerl.weights.manifest`), so every rank computes the same
+one. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and layer. The order is
+cut into as many parts of equal bytes as there are senders, and each part into buckets of one stage and kind. A bucket's
+tensors lie behind one another without gaps, as in safetensors and flattened buckets.
 
-A sender receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
-needs, beyond its shards, room for two buckets where it is a sender (one being filled, one being sent) and for four
-chunks on their way. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`. A
-tensor that is larger has a bucket of its own: engines take whole tensors.
+A sender receives the parts of its buckets that are not in its shards, each part from one rank that has it, in chunks of
+whole pieces. A rank needs, beyond its shards, room for four chunks on their way and, if it is a sender, for two buckets
+(one being filled, one being sent). With chunks of 1/32 and buckets filled to 30/32 that is at most two times
+`bucket_bytes`. A tensor that is larger has a bucket of its own: engines load whole tensors.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
-"""Most chunks of a rank on their way at a time, sent and received ones together."""
+"""Chunks of a rank on their way at a time, at most; sent and received ones together."""
 Gather = Literal["sender", "allgather"]
 Kind = Literal["dense", "expert"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Settings that decide a plan besides model and layout.
-
-    senders: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
-    bucket_bytes: see the module.
-    gather: sender = every part from the least loaded of its holders, or from the sender itself; allgather = from the
-    holders of the first replica, which gather from one another.
-    """
+    """Settings that, with model and layout, determine a plan."""
 
     senders: tuple[int, ...]
+    """Ranks that hand buckets to engines, in rank order."""
     item_bytes: int
+    """Bytes of one value of a parameter, 2 or 4."""
     bucket_bytes: int
+    """Bytes by which buckets and chunks are sized, see the module."""
     gather: Gather = "sender"
+    """sender = every part comes from the sender itself, or from the least loaded rank that has it; allgather = the
+    ranks of the first replica gather from one another."""
 
     @classmethod
     def of(cls, config: RunConfig) -> PlanOptions:
@@ -66,34 +66,41 @@ class PlanOptions:
 
     @property
     def payload_bytes(self) -> int:
-        """Most bytes in a bucket of more than one tensor."""
+        """Bytes in a bucket of more than one tensor, at most."""
         return max(1, self.bucket_bytes - CHUNKS_IN_FLIGHT // 2 * self.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Hugging Face tensor in its bucket. element: as in `MegatronTensor`. offset: in bytes, from the start."""
+    """One Hugging Face tensor in its bucket."""
 
     name: str
+    """Hugging Face name."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     element: str
+    """As in `MegatronTensor`."""
     offset: int
+    """Bytes from the start of the bucket."""
     num_bytes: int
+    """Bytes of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Contribution of one rank to a bucket, in the order of the bucket. Pieces are no larger than a chunk."""
+    """Contribution of one rank to a bucket."""
 
     source: int
+    """Rank that has the pieces; may be the sender itself."""
     pieces: tuple[Piece, ...]
+    """Pieces in the order of the bucket, none larger than a chunk unless it is one row."""
 
     @property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def chunks(self, most_bytes: int) -> Iterator[tuple[Piece, ...]]:
-        """The pieces in groups that travel together, of at most `most_bytes` unless one row is more."""
+        """Yields the pieces in groups that travel together, of at most `most_bytes` unless one row is more."""
         chunk: list[Piece] = []
         size = 0
         for piece in self.pieces:
@@ -108,18 +115,24 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that reach an engine together, from rank `sender`. number: among the sender's. stage: whose they are."""
+    """Tensors that reach an engine together."""
 
     number: int
+    """Number among the buckets of its sender, from 0."""
     sender: int
+    """Rank that gathers it and hands it to engines."""
     stage: int
+    """Pipeline stage that has its tensors."""
     kind: Kind
+    """Kind of all its tensors."""
     entries: tuple[Entry, ...]
+    """Its tensors, by offset."""
     messages: tuple[Message, ...]
+    """Contributions, one per rank, in rank order."""
 
     @property
     def label(self) -> str:
-        """For errors."""
+        """Name for errors."""
         what = f"stage {self.stage}, {self.kind}, {len(self.entries)} tensors"
         return f"bucket {self.number} of rank {self.sender} ({what})"
 
@@ -129,20 +142,24 @@ class Bucket:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that the sender does not hold."""
+        """Bytes that the sender receives from other ranks."""
         return sum(message.num_bytes for message in self.messages if message.source != self.sender)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """The whole schedule."""
+    """The whole schedule of an update."""
 
     manifest: WeightManifest
+    """Published tensors."""
     options: PlanOptions
+    """Options that the plan was made with."""
     buckets: tuple[Bucket, ...]
+    """All buckets, those of each sender in the order of their numbers."""
 
     def rounds(self) -> list[list[Bucket]]:
-        """Returns for each k the buckets gathered side by side: the k-th of every sender, in the order of senders."""
+        """Returns for each k the buckets that are gathered together: the k-th of every sender, in the order of
+        senders."""
         count = max((bucket.number + 1 for bucket in self.buckets), default=0)
         rounds: list[list[Bucket]] = [[] for _ in range(count)]
         for bucket in self.buckets:
@@ -150,7 +167,7 @@ class SyncPlan:
         return [sorted(each, key=lambda bucket: bucket.sender) for each in rounds]
 
     def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The tensors that a rank publishes, by name, and the shape of its shard of each."""
+        """Returns the shape of a rank's shard of each tensor that it publishes, by name."""
         return self.manifest.shard_shapes(rank)
 
     @property
@@ -159,7 +176,8 @@ class SyncPlan:
 
 
 def choose_senders(dims: ParallelDims, count: int) -> tuple[int, ...]:
-    """`count` ranks spread evenly: over pipeline stages, and in a stage over the ranks that hold different shards.
+    """Returns `count` ranks spread evenly: over pipeline stages, and in a stage over the ranks that have different
+    shards.
 
     Raises:
         ConfigError: there are not so many ranks.
@@ -184,7 +202,7 @@ def choose_senders(dims: ParallelDims, count: int) -> tuple[int, ...]:
 
 
 def make_plan(manifest: WeightManifest, options: PlanOptions) -> SyncPlan:
-    """The schedule for what a trainer publishes. Deterministic: every rank makes the same."""
+    """Returns the schedule for the tensors of a manifest. Deterministic: every rank makes the same."""
     targets: dict[str, _Target] = {}
     turns: Counter[tuple[int, str, Owners]] = Counter()
     for published in manifest.tensors:
@@ -200,7 +218,8 @@ def make_plan(manifest: WeightManifest, options: PlanOptions) -> SyncPlan:
 
 @dataclass(slots=True)
 class _Target:
-    """A Hugging Face tensor in the making. order: of its place among those of its kind. sources: with their holders."""
+    """A Hugging Face tensor while its pieces are collected. order: sorts the tensors of its kind. sources: its pieces,
+    each with the ranks that have it."""
 
     name: str
     kind: Kind
@@ -225,7 +244,10 @@ class _Target:
 def _add_pieces(
     targets: dict[str, _Target], published: PublishedTensor, stage: int, turn: int, options: PlanOptions
 ) -> None:
-    """turn: number of the tensor among those of its layer and role that the same ranks hold."""
+    """Adds the pieces of a published tensor to the Hugging Face tensors that they belong to.
+
+    turn: number of the tensor among those of its layer and role that the same ranks have.
+    """
     tensor = published.tensor
     item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
     for number, block in enumerate(tensor.blocks):
@@ -279,7 +301,8 @@ def _buckets(targets: Iterable[_Target], options: PlanOptions) -> Iterator[Bucke
 
 
 def _groups(members: Sequence[_Target], options: PlanOptions) -> Iterator[tuple[int, int, list[_Target]]]:
-    """(sender, stage, tensors) of each bucket: consecutive tensors of one sender and one stage, up to the payload."""
+    """Yields (sender, stage, tensors) of each bucket: consecutive tensors of one sender and one stage, up to the
+    payload."""
     total = sum(target.num_bytes for target in members)
     before, size = 0, 0
     group: list[_Target] = []
@@ -307,7 +330,7 @@ def _bucket(
     options: PlanOptions,
     sent: Counter[int],
 ) -> Bucket:
-    """sent: bytes that each rank sends in the plan so far; this bucket's are added."""
+    """Returns one bucket. sent: bytes that each rank sends in the plan so far; this bucket's are added."""
     # Wide elements first: without gaps every tensor still starts at a multiple of its element.
     group = sorted(group, key=lambda target: -target.item_bytes)
     entries, offset = [], 0

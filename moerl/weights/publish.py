@@ -1,9 +1,9 @@
 """A trainer rank's part of a weight update: gather, hand over, one version at a time. Runs in every trainer rank.
 
-The controller begins and ends the update of the engine around it (`moerl.ranks.updates`). While a sender's sink takes
-one bucket (in a thread of its own), the next one is gathered into the other of two slots. Between two buckets all ranks
-agree to go on: a sink that has failed or does not come back ends the update on every rank, and engines keep the version
-they had.
+The controller begins the engine's update before this part and ends it afterwards (`moerl.ranks.updates`). While a
+sender's sink receives one bucket (in a thread of its own), the next one is gathered into the other of two slots.
+Between two buckets all ranks agree to go on: a sink that has failed or does not return ends the update on every rank,
+and engines keep the version they had.
 """
 
 from __future__ import annotations
@@ -26,27 +26,33 @@ from moerl.weights.plan import SyncPlan
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One publication, as this rank saw it.
-
-    num_tensors, num_bytes: that this rank handed to its sink. total_bytes: that all ranks did. received_bytes,
-    needed_bytes: as in `SenderGather`. gather_seconds: without waiting for a free slot. send_seconds: of the sink
-    taking buckets. end_seconds: of its end. seconds: of all. checksums: as of `BucketSender`.
-    """
+    """Report of one rank on one publication."""
 
     version: int
+    """Version that was published."""
     num_tensors: int
+    """Tensors that this rank handed to its sink."""
     num_bytes: int
+    """Bytes that this rank handed to its sink."""
     total_bytes: int
+    """Bytes that all ranks handed to their sinks."""
     received_bytes: int
+    """As in `SenderGather`."""
     needed_bytes: int
+    """As in `SenderGather`."""
     gather_seconds: float
+    """Time of gathering, without waits for a free slot."""
     send_seconds: float
+    """Time in which the sink received buckets; 0 without a sink."""
     end_seconds: float
+    """Time in which the sink ended the update; 0 without a sink."""
     seconds: float
+    """Time of the whole publication."""
     checksums: Mapping[str, int | None]
+    """As in `BucketSender`; empty without a sink."""
 
     def metrics(self) -> dict[str, float]:
-        """For a run's log, by the names of docs/metrics.md."""
+        """Returns numbers for a run's log, by the names of docs/metrics.md."""
         return {
             "weights/bytes": float(self.total_bytes),
             "weights/received_bytes": float(self.received_bytes),
@@ -57,21 +63,23 @@ class PublishReport:
 
 
 class Gatherer(Protocol):
-    """See `SenderGather`."""
+    """A way of gathering, as `SenderGather`."""
 
     needed_bytes: int
+    """As in `SenderGather`."""
     received_bytes: int
+    """As in `SenderGather`."""
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]: ...
 
 
 class Publisher:
-    """Publishes versions by one plan.
+    """Publisher of versions by one plan.
 
     Args:
         gatherer: of the plan, on every rank the same kind.
         peers: all ranks.
-        sink: where this rank is a sender of the plan; None elsewhere.
+        sink: of this rank, if it is a sender of the plan; else None.
         sink_name: for errors.
     """
 
@@ -81,7 +89,7 @@ class Publisher:
         rank = peers.rank
         if (rank in plan.options.senders) != (sink is not None):
             raise WeightSyncError(
-                f"rank {rank}: a sink where no sender is, or a sender without one",
+                f"rank {rank}: a sink on a rank that is no sender, or a sender without one",
                 seen="a sink" if sink is not None else "no sink",
                 expected=f"sinks on ranks {list(plan.options.senders)}",
                 remedy="make the plan with the ranks that hold sinks as its senders",
@@ -98,12 +106,12 @@ class Publisher:
 
         Args:
             shards: this rank's weights by the names of the plan; they must not change meanwhile.
-            dtypes: what the engine rounds each tensor to (`CheckedSink.held_dtypes`), for the checksums in the report;
-                None if no checksums are wanted.
+            dtypes: dtypes to which the engine rounds each tensor (`CheckedSink.held_dtypes`), for the checksums in the
+                report; None if no checksums are wanted.
 
         Raises:
-            WeightSyncError: on every rank: a rank holds other tensors than planned, a weight is not finite, a sink
-                refused or did not come back, or a rank is gone.
+            WeightSyncError: on every rank, if a rank has other tensors than planned, a weight is not finite, a sink
+                refused or did not return, or a rank is gone.
         """
         start = time.perf_counter()
         sender = None
@@ -132,10 +140,11 @@ class Publisher:
         )
 
     def ask_sink(self, doing: str, run: Callable[[], None]) -> None:
-        """Has the sink's thread do something between two updates. On a sender.
+        """Has the sink's thread run a function between two updates. On a sender.
 
         Raises:
-            WeightSyncError: it failed, or took longer than a step may.
+            WeightSyncError: the function took longer than `weights.step_seconds`.
+            BaseException: the error of the function.
         """
         assert self._thread is not None
         problem = self._thread.wait(self._thread.submit(doing, run))
@@ -150,7 +159,7 @@ class Publisher:
         return None if sender is None else sender.begin(version)
 
     def _transfer(self, sender: BucketSender | None, shards: Mapping[str, Tensor]) -> float:
-        """All buckets, until the sinks have taken them; the seconds that gathering took."""
+        """Gathers and sends all buckets, until the sinks have received them; returns the seconds of gathering."""
 
         def settle(at_most: int, step: str) -> None:
             self._peers.agree(None if sender is None else sender.settle(at_most), step)
@@ -165,13 +174,13 @@ class Publisher:
             seconds += time.perf_counter() - start
             if bucket is not None and sender is not None:
                 sender.send(bucket)
-        # One at a time: nobody waits for longer than for one step of another rank.
+        # One at a time: no rank waits longer than one step of another rank.
         for left in (1, 0):
             settle(left, f"bucket {self._num_rounds - 1 - left} of senders")
         return seconds
 
     def _end(self, sender: BucketSender | None) -> None:
-        """The first sender comes last: its sink may complete what all have sent."""
+        """Ends the update, on the first sender last: its sink may complete the version of all."""
         is_first = self._peers.rank == self._plan.options.senders[0]
         for now in (False, True):
             mine = sender if is_first == now else None

@@ -1,4 +1,4 @@
-"""Who holds which shard of a Megatron tensor, and where its parts belong in Hugging Face tensors. Torch-free.
+"""The ranks that have each shard of a Megatron tensor, and the place of its parts in Hugging Face tensors. Torch-free.
 
 Ranks are numbered as Megatron numbers them, pipeline stages outermost. With i the number of a rank within its stage,
 
@@ -17,22 +17,27 @@ from moerl.weights.tensors import FIRST_STAGE, MegatronTensor, Split
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a shard and where it belongs: whole rows of the shard, as wide as it is.
-
-    source: name of the Megatron tensor. target: name of the Hugging Face tensor. num_bytes: of the box.
-    """
+    """Whole rows of a shard, as wide as the shard, and their place in a Hugging Face tensor."""
 
     source: str
+    """Name of the Megatron tensor."""
     source_row: int
+    """First row in the shard."""
     target: str
+    """Name of the Hugging Face tensor."""
     target_row: int
+    """First row in the Hugging Face tensor."""
     target_column: int
+    """First column in the Hugging Face tensor."""
     num_rows: int
+    """Rows, at least 1."""
     num_columns: int
+    """Columns of the shard."""
     num_bytes: int
+    """Bytes of all rows."""
 
     def cut(self, most_bytes: int) -> Iterator[Piece]:
-        """The piece in parts of at most `most_bytes`, or of one row where that is more."""
+        """Yields the piece in parts of at most `most_bytes`, or of one row if that is more."""
         row_bytes = self.num_bytes // self.num_rows
         step = max(1, most_bytes // row_bytes)
         if step >= self.num_rows:
@@ -54,14 +59,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Ranks of a layout that hold the tensors of a model."""
+    """Rules for which ranks of a layout have which tensors of a model."""
 
     dims: ParallelDims
+    """Parallel layout."""
     num_layers: int
+    """Decoder layers of the model."""
     num_experts: int
+    """Routed experts per layer."""
 
     def stage_of_layers(self) -> dict[int, int]:
-        """The pipeline stage of each layer."""
+        """Returns the pipeline stage of each layer."""
         return {
             layer: stage
             for stage in range(self.dims.pipeline)
@@ -69,24 +77,24 @@ class Ownership:
         }
 
     def stage(self, tensor: MegatronTensor, stages: dict[int, int]) -> int:
-        """The pipeline stage that holds a tensor; a tied embedding is that of the first stage."""
+        """Returns the pipeline stage that has a tensor; a tied embedding is published by the first stage."""
         if tensor.layer < 0:
             return 0 if tensor.layer == FIRST_STAGE else self.dims.pipeline - 1
         return stages[tensor.layer]
 
     def ways(self, tensor: MegatronTensor) -> int:
-        """Into how many shards a tensor is cut."""
+        """Returns the number of shards of a tensor."""
         if tensor.split is Split.WHOLE:
             return 1
         return self.dims.tensor if tensor.expert is None else self.dims.expert_tensor
 
     def expert_group(self, tensor: MegatronTensor) -> int:
-        """The expert-parallel rank that has a routed expert."""
+        """Returns the expert-parallel rank that has a routed expert."""
         assert tensor.expert is not None
         return tensor.expert // (self.num_experts // self.dims.expert)
 
     def holders(self, tensor: MegatronTensor, stage: int, shard: int) -> Sequence[int]:
-        """The ranks that hold shard `shard` of a tensor, all of them alike."""
+        """Returns the ranks that have shard `shard` of a tensor, each the same."""
         first, count, ways = stage * self.dims.ranks_per_stage, self.dims.ranks_per_stage, self.ways(tensor)
         if tensor.expert is None:
             return range(first + shard, first + count, ways)
@@ -96,7 +104,7 @@ class Ownership:
 
 
 def shard_shape(tensor: MegatronTensor, ways: int) -> tuple[int, ...]:
-    """The shape of each of `ways` shards of a tensor, as a rank holds it."""
+    """Returns the shape of each of `ways` shards of a tensor, as it is in a rank."""
     rows = tensor.num_rows // ways if tensor.split is Split.ROWS else tensor.num_rows
     if tensor.is_vector:
         return (rows,)
@@ -104,7 +112,7 @@ def shard_shape(tensor: MegatronTensor, ways: int) -> tuple[int, ...]:
 
 
 def shard_pieces(tensor: MegatronTensor, shard: int, ways: int, item_bytes: int) -> Iterator[Piece]:
-    """The pieces of shard `shard` of `ways`, in the order of its rows; padding is left out."""
+    """Yields the pieces of shard `shard` of `ways`, in the order of its rows; padding is left out."""
     cuts_rows = tensor.split is Split.ROWS
     columns = tensor.num_columns // ways if tensor.split is Split.COLUMNS else tensor.num_columns
     column = shard * columns if tensor.split is Split.COLUMNS else 0

@@ -1,6 +1,6 @@
 """Megatron tensors of a model, and the rows of Hugging Face tensors that each is made of. Torch-free; any process.
 
-A Megatron tensor is named here by its place in the whole model, whatever stage, chunk or kind of module holds it:
+A Megatron tensor is named here by its place in the whole model, whatever stage, chunk or kind of module has it:
 
     embedding.word_embeddings.weight
     decoder.layers.<layer>.input_layernorm.weight
@@ -11,10 +11,10 @@ A Megatron tensor is named here by its place in the whole model, whatever stage,
 
 `moerl.trainer.shards` finds them in the modules of a rank, grouped or sequential, fused with their norm or not.
 
-Tensors are looked at as rows and columns; a vector of n is n rows of one column. Rows come in blocks, each of which
-tensor parallelism cuts on its own: a gated MLP's first matrix has a gate block and an up block, queries, keys and
-values are one block in which they alternate, and the vocabulary's block may end in padding that no checkpoint knows.
-Multi-token-prediction heads are not built by the trainer and stand in no list: an engine keeps those it has loaded.
+Tensors are seen as rows and columns; a vector of n is n rows of one column. Rows come in blocks, each of which tensor
+parallelism cuts on its own: a gated MLP's first matrix has a gate block and an up block; queries, keys and values
+alternate in one block; the vocabulary's block may end in padding that no checkpoint has. Multi-token-prediction heads
+are not built by the trainer and stand in no list: an engine keeps those it has loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOAT32_BYTES = 4
 
 
 class Split(StrEnum):
-    """How the ranks that share a Megatron tensor cut it."""
+    """Way in which the ranks that share a Megatron tensor cut it."""
 
     WHOLE = "whole"
     ROWS = "rows"
@@ -38,38 +38,48 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` consecutive rows of the Hugging Face tensor `name`, from row `start`."""
+    """Consecutive rows of a Hugging Face tensor."""
 
     name: str
+    """Name of the Hugging Face tensor."""
     start: int
+    """First row."""
     count: int
+    """Number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that are cut together. num_rows: those that no run covers, at the end, are padding."""
+    """Rows that are cut together."""
 
     num_rows: int
+    """Number of rows; those at the end that no run covers are padding."""
     runs: tuple[Span, ...]
+    """Rows of Hugging Face tensors, in the order of the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """One Megatron tensor as a whole.
-
-    is_vector: one-dimensional, with num_columns 1. element: "parameter", which has the trainer's dtype, or "float32".
-    layer: decoder layer from 0; -1 belongs to the first pipeline stage, -2 to the last. expert: from 0, None outside of
-    the routed experts, which are cut by expert_tensor where all else is cut by tensor.
-    """
+    """One Megatron tensor as a whole."""
 
     name: str
+    """Name by its place in the whole model, see the module."""
     blocks: tuple[Block, ...]
+    """Rows of the tensor."""
     num_columns: int
+    """Columns of the whole tensor; 1 for a vector."""
     split: Split
+    """How ranks cut it."""
     layer: int
+    """Decoder layer, from 0; `FIRST_STAGE` or `LAST_STAGE` for tensors of the first or last pipeline stage outside of
+    layers."""
     expert: int | None = None
+    """Routed expert, from 0, whose tensors are cut by the expert_tensor size; None for other tensors, which are cut by
+    the tensor size."""
     is_vector: bool = False
+    """True if it is one-dimensional."""
     element: str = "parameter"
+    """One of parameter, which has the trainer's dtype, or float32."""
 
     @property
     def num_rows(self) -> int:
@@ -80,12 +90,12 @@ FIRST_STAGE, LAST_STAGE = -1, -2
 
 
 def model_tensors(sizes: ModelDescription, *, tensor: int, split_latents: bool) -> Iterator[MegatronTensor]:
-    """The tensors of a model in the order of its layers.
+    """Yields the tensors of a model in the order of its layers.
 
     Args:
         tensor: tensor-parallel size, to whose multiple the vocabulary is padded.
-        split_latents: the projections into latent spaces are cut over tensor-parallel ranks, as Megatron's local layers
-            do; Transformer Engine's repeat them.
+        split_latents: True if the projections into latent spaces are cut over tensor-parallel ranks, as in Megatron's
+            local layers; in Transformer Engine's every rank has them whole.
     """
     h, vocabulary = sizes.hidden_size, -(-sizes.vocab_size // tensor) * tensor
     yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocabulary, sizes, FIRST_STAGE)
@@ -129,7 +139,8 @@ def _layer_tensors(sizes: ModelDescription, layer: int, split_latents: bool) -> 
 
 
 def _attention(sizes: ModelDescription, layer: int) -> Iterator[MegatronTensor]:
-    """Megatron interleaves queries, keys and values by key-value head: its queries, its key, its value, the next."""
+    """Yields the tensors of attention. Megatron interleaves queries, keys and values by key-value head: its queries,
+    its key, its value, the next."""
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     h, heads, groups, width = sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
     queries = heads // groups * width
@@ -193,7 +204,7 @@ def _plain(ours: str, theirs: str, shape: tuple[int, int], split: Split, layer: 
 
 
 def _norm(ours: str, theirs: str, size: int, layer: int) -> MegatronTensor:
-    """A vector that every tensor-parallel rank holds whole."""
+    """Returns a vector that every tensor-parallel rank has whole."""
     return MegatronTensor(ours, (_block(theirs, size),), 1, Split.WHOLE, layer, is_vector=True)
 
 
