@@ -49,7 +49,7 @@ def choice_statistics(scores_tE: Tensor, own_tK: Tensor, recorded_tK: Tensor, co
 
 @torch.no_grad()
 def differs(own_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
-    """bool [t]: the two sets of experts are not the same."""
+    """Returns bool [t]: True where the two sets of experts are not the same."""
     chosen_tE = torch.zeros(len(own_tK), num_experts, dtype=torch.bool, device=own_tK.device)
     return ~chosen_tE.scatter_(1, own_tK, True).gather(1, recorded_tK).all(1)
 

@@ -79,7 +79,7 @@ class Entry:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     element: str
-    """As in `MegatronTensor`."""
+    """Element type, as in `MegatronTensor`."""
     offset: int
     """Bytes from the start of the bucket."""
     num_bytes: int

@@ -37,9 +37,9 @@ class PublishReport:
     total_bytes: int
     """Bytes that all ranks handed to their sinks."""
     received_bytes: int
-    """As in `SenderGather`."""
+    """Bytes that this rank received in the update."""
     needed_bytes: int
-    """As in `SenderGather`."""
+    """Bytes of this rank's buckets that are not in its shards."""
     gather_seconds: float
     """Time of gathering, without waits for a free slot."""
     send_seconds: float
@@ -49,7 +49,7 @@ class PublishReport:
     seconds: float
     """Time of the whole publication."""
     checksums: Mapping[str, int | None]
-    """As in `BucketSender`; empty without a sink."""
+    """Checksums, as in `BucketSender`; empty without a sink."""
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for a run's log, by the names of docs/metrics.md."""
@@ -66,9 +66,9 @@ class Gatherer(Protocol):
     """A way of gathering, as `SenderGather`."""
 
     needed_bytes: int
-    """As in `SenderGather`."""
+    """Bytes of this rank's buckets that are not in its shards."""
     received_bytes: int
-    """As in `SenderGather`."""
+    """Bytes that this rank received in the update."""
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]: ...
 
