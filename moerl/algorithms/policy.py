@@ -27,8 +27,8 @@ class PolicyRows:
     trainer_logprobs_T: Tensor
     """float32, of the weights being trained; carries the gradient."""
     proximal_logprobs_T: Tensor
-    """float32, of the trainer's weights when the batch arrived (equal to the trainer's own on the first update of a
-    batch). No gradient."""
+    """float32, of the trainer's weights when the batch arrived, computed or interpolated (equal to the trainer's own on
+    the first update of a batch). No gradient."""
     rollout_logprobs_T: Tensor
     """float32, as the engine reported them. No gradient."""
     advantages_T: Tensor

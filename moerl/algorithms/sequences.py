@@ -1,5 +1,5 @@
 """Rows of a packed microbatch that belong to one sequence, and sums over them. Runs in trainer processes, once per
-microbatch. Knows no process group: whoever cuts sequences over ranks passes a function that adds the parts.
+microbatch. Knows no process group: a caller that cuts sequences over ranks passes a function that adds the parts.
 """
 
 from __future__ import annotations

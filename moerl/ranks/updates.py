@@ -2,7 +2,7 @@
 
     main thread       `begin_update` of the engine; `Publish` to all ranks; waits for their replies
     weight-updates    calls the engine, one call after the other: begin, end, verify, or abandon
-    ranks             push buckets to the engine's receivers, and return the checksums of what they sent
+    ranks             push buckets to the engine's receivers, and return the checksums of the tensors that they sent
 
 The main thread waits for each call of the engine, `weights.step_seconds` at most, and for the replies,
 `trainer.command_seconds` at most. An engine in a process of its own ends an update while the ranks are in their next
@@ -62,7 +62,7 @@ class LedUpdates:
             self.receiver = None if is_here else engine.receiver
         elif not is_here:
             host = controller_address(config.launch)
-            take = lambda version, bucket: engine.receive(bucket)  # noqa: E731 - begun before ranks are told
+            take = lambda version, bucket: engine.receive(bucket)  # noqa: E731 - the update is open by then
             self._own = BucketReceiver(take, host, shares_memory=config.launch.on == "local")
             self.receiver = self._own.address
 
