@@ -32,7 +32,7 @@ class PolicyRows:
     rollout_logprobs_T: Tensor
     """float32, as the engine reported them. No gradient."""
     advantages_T: Tensor
-    """float32; each row has the advantage of its rollout."""
+    """float32; advantage of the row's rollout on trained rows, 0 on others."""
     loss_mask_T: Tensor
     """bool; True on tokens to train on."""
     entropy_T: Tensor
@@ -44,7 +44,8 @@ class PolicyRows:
     draws_T: Tensor
     """float32; evenly drawn from [0, 1) for each token of each rollout, the same in every layout."""
     kl_T: Tensor | None = None
-    """float32, nats; exact KL to the reference per token, with gradient. None unless `PolicyObjective.reference_kl`."""
+    """float32, nats; exact KL to the reference per token, with gradient. None without `PolicyObjective.reference_kl`,
+    and with `Algorithm.kl_in_reward`."""
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
         """Returns for each row the sum of the values over the trained tokens of its sequence; rules as for
