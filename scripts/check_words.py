@@ -1,21 +1,35 @@
-"""First words of docstrings, names of classes, and reads of environment variables, checked by `make lint`: ``python
-scripts/check_words.py``. Standard library alone.
+"""First words of docstrings, "where" for "if", names of classes, and reads of environment variables, checked by
+`make lint`: ``python scripts/check_words.py``. Standard library alone.
 
 A docstring begins with a verb or a noun: one that begins with a word of `FIRST_WORDS` is a riddle without its
-neighbours. A public class name of the product is defined in one module only, so that a search for it finds one class.
-Environment variables are read in the places of `READERS`, so that what a process takes from outside is known;
-exceptions stand in `EXCEPTIONS`, each with its reason.
+neighbours. A condition begins with "if"; "where" names a place, and follows a word of `BEFORE_WHERE`, in docstrings,
+comments and messages. Fields of public classes are described beside the field. A public class name of the product is
+defined in one module only, so that a search for it finds one class. Environment variables are read in the places of
+`READERS`, so that what a process takes from outside is known; exceptions stand in `EXCEPTIONS`, each with its reason.
 """
 
 from __future__ import annotations
 
 import ast
+import io
+import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 FOLDERS = ("moerl", "scripts", "bench", "tests", "examples")
 FIRST_WORDS = frozenset({"what", "of", "where", "as", "which", "those", "whether"})
+# fmt: off
+BEFORE_WHERE = frozenset({
+    "place", "places", "position", "positions", "row", "rows", "column", "line", "lines", "file", "folder", "directory",
+    "process", "processes", "machine", "machines", "node", "nodes", "rank", "ranks", "module", "step", "point", "field",
+    "say", "says", "said", "saying", "show", "shows", "shown", "showing", "know", "knows", "known", "tell", "tells",
+    "told", "see", "learn", "find", "finds", "decide", "decides", "ask", "asks", "from", "to", "of", "about", "is",
+    "names", "true", "false", "0", "1", "nan", "ones", "zeros",
+})
+# fmt: on
+"""Words that "where" may follow: nouns of places, verbs of knowing, prepositions, and values of arrays."""
 READERS = ("moerl/config/", "moerl/launch/", "moerl/processes/parent.py")
 """Files and folders of the product that may read environment variables."""
 EXCEPTIONS = {
@@ -41,9 +55,49 @@ def riddles(text: str) -> Iterator[tuple[int, str]]:
             is_attribute_next = isinstance(statement, ast.Assign | ast.AnnAssign)
 
 
+def conditions(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line of each "where" that begins a condition, and the words around it."""
+    for line, part in _prose(text):
+        for match in re.finditer(r"(?i)(?:([^\s`*\"'(]+)[\s#]+)?\b(where)\b(?:\s+\S+){0,3}", part):
+            if (match[1] or "").lower() not in BEFORE_WHERE and part.strip("'\"") != "where":
+                yield line + part.count("\n", 0, match.start(2)), " ".join(match[0].split())
+
+
+def _prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yields strings and blocks of comments, each with the line on which it begins."""
+    begun, comments, last = 0, list[str](), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            begun, last = begun or token.start[0], token.start[0]
+            comments.append(token.string.lstrip("# "))
+        elif token.type != tokenize.NL and begun and token.start[0] > last:
+            yield begun, "\n".join(comments)
+            begun, comments = 0, []
+        if token.type in (tokenize.STRING, tokenize.FSTRING_MIDDLE):
+            yield token.start[0], token.string
+    if comments:
+        yield begun, "\n".join(comments)
+
+
 def _text(statement: ast.stmt) -> str | None:
     value = statement.value if isinstance(statement, ast.Expr) else None
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def undescribed(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the name of each public field of a public class that neither an attribute docstring nor a
+    `Field(description=...)` describes."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if "ClassVar" in ast.unparse(statement.annotation) or statement.target.id.startswith("_"):
+                continue
+            is_described = statement.value is not None and "description=" in ast.unparse(statement)
+            if not is_described and (after is None or _text(after) is None):
+                yield statement.lineno, f"{node.name}.{statement.target.id}"
 
 
 def classes(text: str) -> Iterator[tuple[int, str]]:
@@ -73,6 +127,8 @@ def problems(root: Path) -> list[str]:
         found += [f"{path}:{line}: begins with '{word}': begin with a verb or a noun" for line, word in riddles(text)]
         if not path.startswith("moerl/"):
             continue
+        found += [f'{path}:{line}: "{words}": say "if", or name the place' for line, words in conditions(text)]
+        found += [f"{path}:{line}: {name} has no docstring below it" for line, name in undescribed(text)]
         for line, name in classes(text):
             if (first := defined.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
                 found.append(f"{path}:{line}: {first} defines a class {name}, too: give one a name said in full")
@@ -88,6 +144,8 @@ def problems(root: Path) -> list[str]:
 
 if __name__ == "__main__":
     lines = problems(Path(__file__).parents[1])
-    passed = "docstrings begin with a verb or a noun; class names are unique; the environment is read where it may be"
+    passed = (
+        'docstrings begin with a verb or a noun, conditions with "if", fields have docstrings; class names are unique'
+    )
     print("\n".join(lines) or f"words: {passed}")
     sys.exit(bool(lines))

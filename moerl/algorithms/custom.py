@@ -19,7 +19,8 @@ Options = dict[str, bool | int | float | str]
 
 class Custom(AlgorithmSection):
     """Algorithm of two functions of the user's: ``loss(rows, **loss_options)`` returns a `PolicyLoss`,
-    ``advantages(batch, **advantages_options)`` a float tensor [B]. Both run unconfined in processes of moerl itself."""
+    ``advantages(batch, **advantages_options)`` a float tensor [B], or [N] for all sampled tokens. Both run unconfined
+    in processes of moerl itself."""
 
     name: Literal["custom"] = Field(description="Algorithm.")
     loss: FunctionName = Field(description='Your loss function, as "package.module:function".')
@@ -32,6 +33,15 @@ class Custom(AlgorithmSection):
         description="Ids that the exact KL to the starting model sums over, which your loss gets as kl_T; null = no KL"
         " and no reference model."
     )
+
+    scores: list[str] = Field(
+        description="Names of side scores of tokens that your functions get, as scores_T and scores_N; every rollout"
+        " must have them. Only dumps do, with rollout=dumps."
+    )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(self.scores)
 
     @property
     def reference_kl(self) -> Literal["kept", "full"] | None:
@@ -59,12 +69,14 @@ class Custom(AlgorithmSection):
             return toolbox.group_advantages(
                 batch.rewards_B, batch.group_index_B, normalize_std=True, episode_index_B=episodes_B
             )
-        advantages_B = load_function("algorithm.advantages", self.advantages)(batch, **self.advantages_options)
-        expected = f"a float tensor of {len(batch.rewards_B)} finite numbers, one per rollout"
-        is_tensor = isinstance(advantages_B, toolbox.Tensor) and advantages_B.is_floating_point()
-        if not is_tensor or advantages_B.shape != batch.rewards_B.shape or not bool(advantages_B.isfinite().all()):
-            raise _wrong_result("algorithm.advantages", self.advantages, advantages_B, expected)
-        return advantages_B.float()
+        advantages = load_function("algorithm.advantages", self.advantages)(batch, **self.advantages_options)
+        sizes = len(batch.rewards_B), int(batch.num_tokens_B.sum())
+        is_tensor = isinstance(advantages, toolbox.Tensor) and advantages.is_floating_point()
+        has_size = is_tensor and advantages.dim() == 1 and len(advantages) in sizes
+        if not has_size or not bool(advantages.isfinite().all()):
+            expected = f"a float tensor of {sizes[0]} finite numbers, one per rollout, or of {sizes[1]}, one per token"
+            raise _wrong_result("algorithm.advantages", self.advantages, advantages, expected)
+        return advantages.float()
 
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
         from moerl.algorithms import toolbox

@@ -7,7 +7,8 @@ rank holds, B = rollouts of a batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -43,6 +44,8 @@ class PolicyRows:
     """Counts of the whole batch, for denominators, and the algorithm's own `Algorithm.batch_facts`."""
     draws_T: Tensor
     """float32; evenly drawn from [0, 1) for each token of each rollout, the same in every layout."""
+    scores_T: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By name float32; side scores of tokens, as their trajectories have them. The names of `Algorithm.needs`."""
     kl_T: Tensor | None = None
     """float32, nats; exact KL to the reference per token, with gradient. None without `PolicyObjective.reference_kl`,
     and with `Algorithm.kl_in_reward`."""
@@ -115,6 +118,8 @@ class RewardedBatch:
     kl_B: Tensor | None = None
     """float32, nats; exact KL to the reference of the weights that the batch met, summed over the tokens of each
     rollout. None unless `Algorithm.kl_in_reward`."""
+    scores_N: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By name float32 [N]; side scores of all N sampled tokens, rollout by rollout. The names of `Algorithm.needs`."""
 
 
 class Algorithm(PolicyObjective, Protocol):
@@ -125,8 +130,14 @@ class Algorithm(PolicyObjective, Protocol):
         """True if advantages are computed from `RewardedBatch.kl_B`."""
         ...
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the side scores that every trajectory must have."""
+        ...
+
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]."""
+        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]. Unless `kl_in_reward`, it may be
+        one per sampled token instead, rollout by rollout: float32 [N]."""
         ...
 
     def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:

@@ -32,6 +32,11 @@ class AlgorithmSection(Section):
         return False
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the side scores of tokens that advantages or loss are computed from."""
+        return ()
+
+    @property
     def interpolates_proximal(self) -> bool:
         """True if the log-probs that a batch met are interpolated after its first update, not computed before it."""
         return False
@@ -53,7 +58,8 @@ class AlgorithmSection(Section):
 
     @abstractmethod
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]."""
+        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]. Unless `kl_in_reward`, it may be
+        one per sampled token instead, rollout by rollout: float32 [N]."""
 
     def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
         """Returns finite numbers by name about all tokens of an optimizer step; `compute_loss` gets them in

@@ -44,6 +44,8 @@ class PackOptions:
     """Cost by which ranks are balanced; the default counts rows alone."""
     share_prompts: bool = False
     """True if rows that several samples begin with are packed once."""
+    scores: tuple[str, ...] = ()
+    """Names of the side scores that rows carry (`Algorithm.needs`)."""
 
 
 def pack_trajectories(
@@ -92,7 +94,7 @@ def pack_for_ranks(
         families = find_families(samples, options.padding, _most_rows(num_rows, num_ranks, options))
 
     def rows(index: int) -> SequenceRows:
-        return trajectory_rows(samples[index], index, replay=replay, uncaptured=uncaptured)
+        return trajectory_rows(samples[index], index, replay=replay, uncaptured=uncaptured, scores=options.scores)
 
     return _pack(families, num_rows, rows, num_ranks, options, spec if replay else None)
 

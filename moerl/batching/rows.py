@@ -7,8 +7,8 @@ target token t + 1. Pad rows are added here and nowhere else. Pure numpy; runs i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_checksums import Recorded, context_checksum, kept_checksum
+from moerl.contract.demands import demand_scores
 from moerl.contract.kept import slice_kept_sets
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
@@ -78,6 +79,8 @@ class SequenceRows:
     """The sequence that checksums are computed from; not packed."""
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """uint8/uint16 [T, L, K]; None without replay."""
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """By name float32 [T]; side scores of the target, 0 if it was not sampled."""
     prefix: int = -1
     """Index of the sequence of the microbatch that comes before this one, or -1."""
 
@@ -108,7 +111,8 @@ class SequenceRows:
         parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
         experts = None if self.expert_ids is None else self.expert_ids[rows]
         kept = slice_kept_sets(self.kept, rows.start, rows.stop)
-        return replace(self, **parts, kept=kept, expert_ids=experts, **changes)
+        scores = {name: values[rows] for name, values in self.scores.items()}
+        return replace(self, **parts, kept=kept, expert_ids=experts, scores=scores, **changes)
 
 
 _PER_ROW = (
@@ -125,14 +129,15 @@ _PER_ROW = (
 
 
 def trajectory_rows(
-    sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject"
+    sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject", scores: Sequence[str] = ()
 ) -> SequenceRows:
     """Returns the S - 1 rows of a trajectory, with its routing if `replay`.
 
-    uncaptured: treatment of rows without captured routing, as in `pack_for_ranks`.
+    uncaptured: treatment of rows without captured routing, as in `pack_for_ranks`. scores: names of the side scores
+    that rows carry.
     """
     trajectory = sample.trajectory
-    _check_trainable(sample)
+    _check_trainable(sample, scores)
     if replay and uncaptured == "reject":
         _check_routed(trajectory)
     return SequenceRows(
@@ -149,6 +154,7 @@ def trajectory_rows(
         routed=trajectory.routed,
         recorded=Recorded(rollout_key(trajectory.lineage.rollout_id), trajectory.token_ids[:-1], trajectory.kept),
         expert_ids=trajectory.expert_ids if replay else None,
+        scores={name: np.where(trajectory.sampled, trajectory.scores[name], np.float32(0))[1:] for name in scores},
     )
 
 
@@ -219,6 +225,7 @@ def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: 
         truncated=fill("truncated", np.bool_, False),
         sample_index=sample_index,
         routed=fill("routed", np.bool_, True),
+        scores=fill.scores(),
         expert_ids=None if spec is None else fill.expert_ids(spec),
         routing_checksums=None if spec is None else _checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
@@ -254,6 +261,13 @@ class _Filler:
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(each.ids for each in kept)]))
 
+    def scores(self) -> dict[str, NDArray[np.float32]]:
+        names = dict.fromkeys(name for rows in self.sequences for name in rows.scores)
+        found = {name: np.zeros(len(self.is_real), np.float32) for name in names}
+        for name, out in found.items():
+            out[self.is_real] = np.concatenate([rows.scores[name] for rows in self.sequences])
+        return found
+
     def _write(self, out: NDArray[Any], name: str) -> NDArray[Any]:
         if self.sequences:
             out[self.is_real] = np.concatenate([getattr(rows, name) for rows in self.sequences])
@@ -285,7 +299,7 @@ def _plain_rows(
     )
 
 
-def _check_trainable(sample: TrainSample) -> None:
+def _check_trainable(sample: TrainSample, scores: Sequence[str]) -> None:
     trajectory, advantages = sample.trajectory, sample.advantages
     if advantages.shape != (len(trajectory),) or advantages.dtype != np.float32:
         raise ContractError(
@@ -303,6 +317,7 @@ def _check_trainable(sample: TrainSample) -> None:
             expected="finite advantages",
             remedy="look at the rewards of its group",
         )
+    demand_scores(trajectory.scores, scores)
     if any(turn.sampling is not None and turn.sampling.is_greedy for turn in trajectory.turns):
         raise ContractError(
             Reason.SAMPLING_INVALID,

@@ -12,6 +12,13 @@ def check_rollout(config: RunConfig) -> None:
     _check_buffer(config)
     _check_precision(config)
     _check_dumps(config)
+    if config.algorithm.needs and config.has_engine:
+        raise ConfigError(
+            "algorithm.scores: no engine scores tokens",
+            seen=f"{', '.join(config.algorithm.needs)} with rollout={config.rollout.engine}",
+            expected="rollouts that have these scores",
+            remedy="set rollout=dumps rollout.path=PATH, a dump with these scores; or algorithm.scores=[]",
+        )
 
 
 def require_engine(config: RunConfig, command: str) -> None:

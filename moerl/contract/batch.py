@@ -78,6 +78,8 @@ class Microbatch:
     routing_checksums: NDArray[np.uint64] | None = None
     """uint64 [L]; the salted checksum per MoE layer over captured rows, computed from the trajectories before packing
     (`moerl.contract.routing`). None without replay."""
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """By name float32 [T]; side scores of the target that the algorithm needs, 0 on pad rows and not sampled ones."""
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """uint64 [N]; salt of each sequence, 0 for the pad sequence."""
     prefix_of: NDArray[np.int32] | None = None

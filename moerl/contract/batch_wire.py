@@ -32,6 +32,7 @@ from moerl.contract.array_codec import (
     read_kept_ids,
 )
 from moerl.contract.batch import Microbatch
+from moerl.contract.demands import MAX_NAMES, demand_text
 from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.parallel import RankCoordinates
@@ -68,6 +69,8 @@ class BatchMessage(WireStruct):
     """float32 [t] by name."""
     flags: dict[str, memoryview]
     """Bits [t] by name."""
+    scores: dict[str, memoryview]
+    """float32 [t] by name; side scores."""
     sample_index: memoryview
     """int32 [t]."""
     kept_sizes: memoryview
@@ -177,6 +180,7 @@ def _message(batch: Microbatch) -> BatchMessage:
         ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in _INT_ROWS},
         floats={name: array_bytes(getattr(batch, name)) for name in _FLOAT_ROWS},
         flags={name: pack_flags(getattr(batch, name)) for name in _FLAG_ROWS},
+        scores={name: array_bytes(values) for name, values in batch.scores.items()},
         sample_index=array_bytes(batch.sample_index),
         kept_sizes=array_bytes(batch.kept.sizes.astype(np.uint16)),
         kept_ids=pack_kept_ids(batch.kept.offsets, batch.kept.ids),
@@ -221,6 +225,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
         **ints,
         **{name: read_array(data, np.float32, num_rows, name) for name, data in message.floats.items()},
         **{name: read_flags(data, num_rows, name) for name, data in message.flags.items()},
+        scores=_scores(message.scores, num_rows),
         cu_seqlens=read_array(message.cu_seqlens, np.int32, num_sequences + 1, "cu_seqlens"),
         kept=KeptSets(offsets, read_kept_ids(message.kept_ids, offsets)),
         sample_index=read_array(message.sample_index, np.int32, num_rows, "sample_index"),
@@ -233,6 +238,16 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     _check_rows(batch, spec)
     _check_sequences(batch)
     return batch
+
+
+def _scores(scores: Mapping[str, memoryview], num_rows: int) -> dict[str, NDArray[np.float32]]:
+    _demand(len(scores) <= MAX_NAMES, Reason.TOO_MANY_NAMES, "scores", len(scores), f"at most {MAX_NAMES}")
+    found = {name: read_array(data, np.float32, num_rows, f"scores[{name!r}]") for name, data in scores.items()}
+    for name, values in found.items():
+        demand_text(name, "scores name")
+        finite = bool(np.isfinite(values).all())
+        _demand(finite, Reason.VALUE_NOT_FINITE, f"scores[{name!r}]", "not finite", "finite in every row")
+    return found
 
 
 def _routing(routing: RoutingMessage | None, data: memoryview, spec: ModelSpec) -> dict[str, NDArray[Any]]:

@@ -7,7 +7,7 @@ nothing here calls what a value itself defines, not even for a message. Any proc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
@@ -116,3 +116,16 @@ def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: 
         seen=f"{values[index]} at index {where} ({int(bad.sum())} of {bad.size} wrong)",
         expected=expected,
     )
+
+
+def demand_scores(scores: Mapping[str, object], names: Iterable[str]) -> None:
+    """Raises `ContractError` for the first of `names` under which a trajectory has no side scores."""
+    for name in names:
+        if name not in scores:
+            raise ContractError(
+                Reason.MISSING_FIELD,
+                field=f"scores[{name!r}]",
+                seen=", ".join(scores) or "no scores",
+                expected="a number for each token, which the algorithm needs (algorithm.scores)",
+                remedy="write the dump with a column of these scores, or take the name out of algorithm.scores",
+            )

@@ -82,6 +82,7 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
         versions=batch.versions[rows],
         temperatures=batch.temperatures[rows],
         truncated=batch.truncated[rows],
+        scores={name: values[rows] for name, values in batch.scores.items()},
         expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
         routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
         kept=take_kept_sets(batch.kept, rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
@@ -99,6 +100,7 @@ def _without_scoring(share: Microbatch) -> Microbatch:
         versions=np.full(share.num_rows, -1),
         temperatures=np.ones(share.num_rows, np.float32),
         truncated=np.zeros(share.num_rows, np.bool_),
+        scores={},
     )
 
 

@@ -56,6 +56,7 @@ def pack_options(config: RunConfig, model: ModelDescription, *, share_prompts: b
         cost=sequence_flops(model),
         count_multiple=dims.microbatch_multiple,
         share_prompts=share_prompts,
+        scores=config.algorithm.needs,
     )
 
 

@@ -154,7 +154,7 @@ class DumpSource:
 
     def _admit(self, rollout: DumpedRollout, version: int) -> Trajectory | None:
         try:
-            record = record_of(rollout, self._model.spec, self._sampling)
+            record = record_of(rollout, self._model.spec, self._sampling, self._config.algorithm.needs)
         except ContractError as error:
             values = {"token_ids": rollout.token_ids, "rewards": dict(rollout.rewards)}
             newest = int(rollout.policy_versions.max())

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from moerl.algorithms.policy import Algorithm, RewardedBatch
 from moerl.config.rollouts import RolloutConfig
 from moerl.contract.batch import TrainSample
+from moerl.contract.demands import demand_scores
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine, Refusal
@@ -283,14 +284,20 @@ def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[Roll
     return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.rollout_id])
 
 
-def rewarded(trajectories: Sequence[Trajectory]) -> RewardedBatch:
+def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> RewardedBatch:
     """Returns the batch that advantages of these trajectories are computed from. A trajectory without an episode is an
-    episode of its own."""
+    episode of its own. scores: names of the side scores that the batch has.
+
+    Raises:
+        ContractError: a trajectory lacks one of the scores.
+    """
 
     def numbered(names: list[str]) -> torch.Tensor:
         number = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return torch.tensor([number[name] for name in names])
 
+    for trajectory in trajectories:
+        demand_scores(trajectory.scores, scores)
     lineages = [trajectory.lineage for trajectory in trajectories]
     return RewardedBatch(
         rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),
@@ -298,17 +305,24 @@ def rewarded(trajectories: Sequence[Trajectory]) -> RewardedBatch:
         episode_index_B=numbered([f"{each.group_id}\0{each.episode_id or each.rollout_id}" for each in lineages]),
         num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
         truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+        scores_N={
+            name: torch.from_numpy(np.concatenate([t.scores[name][t.sampled] for t in trajectories])) for name in scores
+        },
     )
 
 
 def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
-    """Gives each trajectory its advantage within its group, on its sampled tokens; zeros if the algorithm will subtract
-    a KL from the rewards first."""
+    """Returns the trajectories with the advantages of their sampled tokens; with zeros if a KL is yet to be taken from
+    the rewards."""
+    counts = [trajectory.num_sampled for trajectory in trajectories]
     if algorithm.kl_in_reward:
-        advantages_B = [0.0] * len(trajectories)
+        advantages_N = np.zeros(sum(counts), np.float32)
     else:
-        advantages_B = algorithm.compute_advantages(rewarded(trajectories)).tolist()
-    return [
-        TrainSample(trajectory, np.where(trajectory.sampled, np.float32(advantage), np.float32(0.0)))
-        for trajectory, advantage in zip(trajectories, advantages_B, strict=True)
-    ]
+        advantages = algorithm.compute_advantages(rewarded(trajectories, algorithm.needs)).float().numpy()
+        advantages_N = np.repeat(advantages, counts) if len(advantages) == len(trajectories) else advantages
+    samples: list[TrainSample] = []
+    for trajectory, own in zip(trajectories, np.split(advantages_N, np.cumsum(counts)[:-1]), strict=True):
+        advantages_S = np.zeros(len(trajectory), np.float32)
+        advantages_S[trajectory.sampled] = own
+        samples.append(TrainSample(trajectory, advantages_S))
+    return samples

@@ -200,6 +200,7 @@ class PolicyGradientLoss:
             sequences=sequences,
             totals=self.totals,
             draws_T=transfers.to_device(draws(batch, self.layout)),
+            scores_T={name: transfers.to_device(values) for name, values in batch.scores.items()},
             kl_T=kl_T,
         )
         policy = self.objective.compute_loss(rows)

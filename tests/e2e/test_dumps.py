@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moerl_runs import DoneRun, Runs, Sums, rows
+
+from moerl.contract.disk import read_parquet, write_parquet
 
 UNKNOWN_TO_DUMPS = re.compile(r"weights/|groups/waiting|tokens/left_out")
 """Metrics of engines and of what waits for them."""
@@ -41,6 +44,37 @@ def test_training_from_the_dumps_of_a_run_gives_its_digits_also_when_it_is_kille
         weights, expected = (folder / model / "model.safetensors" for folder in (run, undisturbed.folder))
         assert weights.read_bytes() == expected.read_bytes()
     assert not (run / "rollouts").exists()
+
+
+SCORED_LOSS = """
+from moerl.algorithms.toolbox import PolicyLoss, token_mean
+
+def loss(rows):
+    again = rows.scores_T["again"]
+    assert again.equal(rows.rollout_logprobs_T) and again.any(), "scores are of other tokens"
+    losses_T = -rows.advantages_T * rows.trainer_logprobs_T
+    return PolicyLoss(token_mean(losses_T, rows.loss_mask_T, rows.totals.num_tokens), losses_T)
+
+def advantages(batch):
+    values = batch.scores_N["again"]
+    return values - values.mean()
+"""
+
+
+def test_scores_of_a_dump_reach_the_loss_and_the_advantages_token_by_token(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    (tmp_path / "scored_loss.py").write_text(SCORED_LOSS)
+    for file in sorted((tiny.folder / "rollouts").glob("step-*.parquet")):
+        scored = [replace(t, scores={"again": t.rollout_logprobs}) for t in read_parquet(file)]
+        write_parquet(tmp_path / "scored/rollouts" / file.name, scored)
+    run = tmp_path / "run"
+    model = ["recipe=tiny", "model=pretrained", f"model.path='{tiny.folder / 'cold_start'}'", "sft.steps=0"]
+    dumps = ["rollout=dumps", f"rollout.path='{tmp_path / 'scored'}'", "algorithm=custom", "algorithm.scores=[again]"]
+    functions = ["algorithm.loss=scored_loss:loss", "algorithm.advantages=scored_loss:advantages"]
+    finished = forked.run("train", *model, *dumps, *functions, f"run_dir='{run}'", path=[tmp_path])
+    assert finished.status == 0, finished.output
+    assert len(rows(run)) == 3
 
 
 def test_rollouts_without_a_trainer_are_summed_up_and_can_be_trained(

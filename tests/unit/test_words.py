@@ -1,4 +1,5 @@
-"""First words of docstrings, names of classes, reads of environment variables, and the tool that checks them."""
+"""First words of docstrings, "where" for "if", descriptions of fields, names of classes, reads of the environment, and
+the tool that checks them."""
 
 from __future__ import annotations
 
@@ -40,6 +41,56 @@ def test_a_docstring_that_begins_with_a_banned_word_is_found(text: str, line: in
 )
 def test_other_texts_pass(text: str, check_words: Any):
     assert list(check_words.riddles(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"""None where there is none."""\n', [(1, "None where there is none.")]),
+        ('def f():\n    """Reads it.\n\n    Where it is, that is it.\n    """\n', [(4, "it. Where it is, that")]),
+        ("x = 1  # or 2, where one fails\n", [(1, "2, where one fails")]),
+        ("# The first line ends\n# where this begins.\n", [(2, "ends where this begins.")]),
+        ('x = f"{y} where {z} is"\n', [(1, "where")]),
+    ],
+)
+def test_a_where_that_begins_a_condition_is_found(text: str, found: list[tuple[int, str]], check_words: Any):
+    assert [(line, words.strip('"')) for line, words in check_words.conditions(text)] == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""True where the target was sampled."""\n',
+        '"""Says where it is, in the folder where others are."""\n',
+        "where = np.where(a, b, c)\n",
+        'names = ["where"]\n',
+        '"""Returns it wherever it is, somewhere."""\n',
+    ],
+)
+def test_a_where_that_names_a_place_passes(text: str, check_words: Any):
+    assert list(check_words.conditions(text)) == []
+
+
+def test_a_public_field_without_a_docstring_is_found(check_words: Any):
+    text = (
+        'class A:\n    size: int\n    name: str = ""\n    """A name."""\n    _own: int = 0\n'
+        '    kind: ClassVar[str] = ""\n'
+        '    key: int = Field(description="A key.")\nclass _B:\n    size: int\n'
+    )
+    assert list(check_words.undescribed(text)) == [(2, "A.size")]
+
+
+def test_conditions_and_fields_of_the_product_alone_are_checked(
+    check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {})
+    for folder in ("moerl", "tests"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text('class A:\n    """One, where there is one at all."""\n    size: int\n')
+    assert check_words.problems(tmp_path) == [
+        'moerl/a.py:2: "One, where there is one": say "if", or name the place',
+        "moerl/a.py:3: A.size has no docstring below it",
+    ]
 
 
 def test_a_public_class_name_of_two_modules_is_found_with_both_places(

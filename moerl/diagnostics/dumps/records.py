@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.demands import demand_scores
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import (
@@ -27,17 +29,20 @@ from moerl.errors import ContractError
 _FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
-def record_of(rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams) -> RolloutRecord:
+def record_of(
+    rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams, scores: Sequence[str] = ()
+) -> RolloutRecord:
     """Returns the record of a rollout, for a quarantine to admit. Nothing is made up: fields that the dump does not
     have are missing, and rows without routes count as not captured.
 
     Args:
         spec: the model's, for dumps that do not name theirs.
         sampling: for dumps that do not say how they were sampled; top-k and min-p for all that are not ours.
+        scores: names of the side scores that the rollout must have.
 
     Raises:
         ContractError: `expert_id_out_of_range`, of an id that no type of the contract holds; `missing_field`, if there
-            is no reward.
+            is no reward, or one of the scores is missing.
     """
     if "reward" not in rollout.rewards:
         raise ContractError(
@@ -50,6 +55,7 @@ def record_of(rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams)
         values = {name: getattr(rollout.trajectory, name) for name in _FIELDS}
     else:
         values = _values(rollout, spec, sampling)
+    demand_scores(values.get("scores", {}), scores)
     return RolloutRecord(rollout.name, values["engine_id"], int(rollout.policy_versions.max()), values)
 
 

@@ -11,11 +11,11 @@ from itertools import chain, islice
 from pathlib import Path
 
 from moerl.config.schema import RunConfig
-from moerl.contract.dump_columns import SPEC
+from moerl.contract.dump_columns import SCORE, SPEC
 from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.dumps import own
 from moerl.diagnostics.dumps.opening import open_dumps, own_files
-from moerl.diagnostics.dumps.parquet import columns, damaged
+from moerl.diagnostics.dumps.parquet import columns, columns_of, damaged
 from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
 from moerl.diagnostics.dumps.slime import TorchFile
 from moerl.errors import ConfigError
@@ -56,6 +56,8 @@ class Survey:
     """Rows that cannot be read; none in dumps of moerl, which are refused instead."""
     says_sampling: bool = True
     """False if a rollout does not say its temperature or top-p."""
+    scores: frozenset[str] = frozenset()
+    """Names of the side scores of which every file has a column; none in formats other than ours."""
 
     def add(self, step: int, group: str, num_tokens: int) -> None:
         """Adds the next rollout.
@@ -123,6 +125,7 @@ def survey(path: Path, model: ModelDescription, load: TorchFile | None = None) -
             found.add(own.step_of(file), group, tokens)
         found.specs |= {_spec(file, values) for values in zip(*(rows[each] for each in SPEC), strict=True)}
         found.sizes[file] = len(rows["rollout_id"])
+    found.scores = frozenset[str].intersection(*map(_scores, files)) if files else frozenset()
     found.check()
     return found
 
@@ -200,6 +203,14 @@ def check_fits(survey: Survey, config: RunConfig, model: ModelDescription) -> No
             expected="{} MoE layers, {} of {} experts, as the model has".format(*sizes),
             remedy="train the model that sampled the rollouts",
         )
+    missing = [name for name in config.algorithm.needs if name not in survey.scores]
+    if missing:
+        raise ConfigError(
+            "algorithm.scores: the dump does not have these scores of tokens",
+            seen=", ".join(sorted(survey.scores)) or "no scores",
+            expected=", ".join(config.algorithm.needs),
+            remedy=f"write them into the dump as {SCORE}{missing[0]}, a number for each token (docs/data_contract.md)",
+        )
     lost = survey.unusable.counts.total()
     if lost > config.quarantine.max_rate * (lost + survey.num_rollouts):
         raise ConfigError(
@@ -225,6 +236,10 @@ def _survey_others(path: Path, model: ModelDescription, load: TorchFile | None) 
             found.says_sampling &= rollout.says_temperature and rollout.says_top_p
         found.unusable.add_all(dump.unusable, "")
     return found
+
+
+def _scores(file: Path) -> frozenset[str]:
+    return frozenset(name.removeprefix(SCORE) for name in columns_of(file) if name.startswith(SCORE))
 
 
 def _spec(file: Path, values: Sequence[object]) -> ModelSpec:

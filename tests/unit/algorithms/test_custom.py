@@ -40,6 +40,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def custom(**changes: Any) -> Custom:
     values = {"name": "custom", "loss": "own:loss", "loss_options": {}, "advantages": None, "advantages_options": {}}
+    values |= {"scores": []}
     return Custom.model_validate({**values, "kl_support": None, **changes})
 
 
@@ -143,6 +144,14 @@ def test_what_are_no_advantages_is_refused(body: str, own: Path) -> None:
     (own / "own.py").write_text(f"def advantages(batch):\n    return {body}\n")
     with pytest.raises(ConfigError, match=r"algorithm\.advantages: own:advantages returned something else"):
         custom(advantages="own:advantages").compute_advantages(BATCH)
+
+
+def test_advantages_may_be_one_per_sampled_token(own: Path) -> None:
+    (own / "own.py").write_text(
+        "def advantages(batch):\n    return batch.rewards_B.repeat_interleave(batch.num_tokens_B) / 2\n"
+    )
+    found = custom(advantages="own:advantages").compute_advantages(BATCH)
+    assert found.tolist() == [0.5] * 3 + [0.0] * 4 + [0.125] * 5 + [0.5] * 6 + [0.25] * 7 + [0.5] * 17
 
 
 def test_a_file_in_the_current_directory_does_not_take_the_place_of_a_library(own: Path) -> None:

@@ -46,8 +46,13 @@ def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, first: int = 0,
 
 
 def packed(spec: ModelSpec, layout: RankCoordinates) -> list[Microbatch]:
-    options = PackOptions(64, Padding.of(layout.dims))
+    options = PackOptions(64, Padding.of(layout.dims), scores=("teacher", "again"))
     samples = make_samples([9, 20, 31, 5, 40, 33], spec, unrouted=(1,))
+    rng = np.random.default_rng(2)
+    for i, sample in enumerate(samples):
+        own = sample.trajectory
+        scores = {"teacher": rng.normal(size=len(own)).astype(np.float32), "again": own.rollout_logprobs}
+        samples[i] = replace(sample, trajectory=replace(own, scores=scores))
     return pack_trajectories(samples, options, replay=True, uncaptured="live")
 
 
@@ -58,7 +63,13 @@ def share(**changes: Any) -> Microbatch:
 def assert_same(left: Microbatch, right: Microbatch) -> None:
     for field in fields(Microbatch):
         a, b = getattr(left, field.name), getattr(right, field.name)
-        for one, other in [(a.offsets, b.offsets), (a.ids, b.ids)] if isinstance(a, KeptSets) else [(a, b)]:
+        pairs = [(a, b)]
+        if isinstance(a, KeptSets):
+            pairs = [(a.offsets, b.offsets), (a.ids, b.ids)]
+        elif isinstance(a, dict):
+            assert list(a) == list(b), field.name
+            pairs = [*zip(a.values(), b.values(), strict=True)]
+        for one, other in pairs:
             assert type(one) is type(other), field.name
             if isinstance(one, int):
                 assert one == other, field.name
@@ -75,6 +86,20 @@ def test_shares_come_back_bit_for_bit_with_their_facts(spec: ModelSpec, layout: 
     assert facts == {"tokens": 7.0, "rows": 2.5}
     for one, other in zip(sent, back, strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize(("spec", "layout"), PAIRS)
+def test_scores_lie_on_the_rows_that_log_probs_lie_on_and_ranks_without_the_head_get_none(
+    spec: ModelSpec, layout: RankCoordinates
+):
+    for batch in packed(spec, layout):
+        mine = cut_share(batch, layout)
+        if not layout.is_last_stage:
+            assert mine.scores == {}
+            continue
+        assert mine.scores["again"].tobytes() == mine.rollout_logprobs.tobytes()
+        assert mine.scores["teacher"].any()
+        assert not mine.scores["teacher"][~mine.loss_mask].any()
 
 
 def test_supervised_batches_travel_without_routing():
@@ -141,6 +166,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         {"kept": KeptSets(BATCH.kept.offsets, last(BATCH.kept.ids, 100))},
     ),
     "advantage": ("value_not_finite", {"advantages": last(BATCH.advantages, np.nan)}),
+    "score": ("value_not_finite", {"scores": {"teacher": last(BATCH.advantages, np.inf)}}),
+    "a score too few": ("array_length_wrong", {"scores": {"teacher": BATCH.advantages[:-1]}}),
+    "too many scores": ("too_many_names", {"scores": {str(i): BATCH.advantages for i in range(65)}}),
     "temperature": ("temperature_not_positive", {"temperatures": last(BATCH.temperatures, 0)}),
     "truncated without ids": ("truncated_disagrees", {"truncated": ~BATCH.truncated}),
     "pad with a sample": ("rows_differ", {"is_pad": ~BATCH.is_pad}),

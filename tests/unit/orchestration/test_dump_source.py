@@ -13,7 +13,7 @@ from factories import SPEC, make_trajectory
 from foreign_dumps import make_dumped, write_slime
 
 from moerl.cli import main
-from moerl.config.checks import describe_model
+from moerl.config.checks import check_run, describe_model
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
@@ -164,6 +164,28 @@ def test_settings_that_the_dump_does_not_fit_are_refused_with_the_value_to_set(d
         open_source(larger)
     with pytest.raises(ConfigError, match=r"a rollout of the dump is longer.*set trainer.microbatch_tokens=8"):
         open_source(dumped, "trainer.microbatch_tokens=7", "rollout.max_new_tokens=2")
+
+
+SCORED = ("algorithm=custom", "algorithm.loss=policy_rows:policy_rows", "algorithm.scores=[teacher]")
+
+
+def test_a_dump_without_scores_that_the_algorithm_needs_is_refused(dumped: Path):
+    with pytest.raises(ConfigError, match=r"algorithm\.scores: the dump does not have.*seen: no scores.*score_teacher"):
+        open_source(dumped, *SCORED)
+
+
+def test_a_rollout_without_a_score_is_in_quarantine(tmp_path: Path):
+    batch = batch_of(1, scores={"teacher": np.ones(8, np.float32)})
+    batch[2] = replace(batch[2], scores={})
+    source = open_source(write_steps(tmp_path / "dump", {1: batch}), *SCORED)
+    source.restore({}, 0)
+    assert all(trajectory.scores["teacher"].all() for trajectory in source.batch())
+    assert dict(source.ledger.quarantined) == {"missing_field": 1}
+
+
+def test_engines_that_score_no_tokens_are_refused_before_they_start():
+    with pytest.raises(ConfigError, match=r"algorithm\.scores: no engine scores tokens.*rollout=dumps"):
+        check_run(load_config(["recipe=tiny", *SCORED], command="train"))
 
 
 def test_a_dump_of_another_model_is_refused(dumped: Path):

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from factories import SPEC, make_trajectory, values_of
 from policy_rows import grpo
 
+from moerl.algorithms.policy import RewardedBatch
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
 from moerl.contract import trajectory as trajectory_module
 from moerl.contract.layers import LayerSelection, select_layers
@@ -268,6 +270,31 @@ def test_advantages_lie_on_sampled_tokens_alone(tmp_path: Path):
     for sample, advantage in zip(samples, (-1.0, 0.0, 1.0), strict=True):
         np.testing.assert_allclose(sample.advantages[sample.trajectory.sampled], advantage, atol=1e-6)
         assert not sample.advantages[~sample.trajectory.sampled].any()
+
+
+def algorithm_of_tokens(needs: tuple[str, ...] = ("teacher",)) -> Any:
+    """One whose advantages are scores of tokens, less the mean reward."""
+
+    def advantages(batch: RewardedBatch) -> torch.Tensor:
+        return batch.scores_N["teacher"] - batch.rewards_B.mean()
+
+    return SimpleNamespace(kl_in_reward=False, needs=needs, compute_advantages=advantages)
+
+
+def test_advantages_may_be_of_tokens_and_be_made_of_their_scores(tmp_path: Path):
+    found, _ = collect(collector(tmp_path), 3)
+    rng, mean = np.random.default_rng(0), np.mean([t.rewards["reward"] for t in found])
+    scored = [replace(t, scores={"teacher": rng.normal(size=len(t)).astype(np.float32)}) for t in found]
+    for sample in with_advantages(scored, algorithm_of_tokens()):
+        own = sample.trajectory
+        np.testing.assert_allclose(sample.advantages[own.sampled], own.scores["teacher"][own.sampled] - mean, rtol=1e-6)
+        assert not sample.advantages[~own.sampled].any()
+
+
+def test_a_trajectory_without_a_score_that_is_needed_is_refused(tmp_path: Path):
+    found, _ = collect(collector(tmp_path), 3)
+    with pytest.raises(ContractError, match=r"missing_field.*scores\['teacher'\]"):
+        with_advantages(found, algorithm_of_tokens())
 
 
 class AllLayersEngine(FakeEngine):
