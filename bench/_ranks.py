@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from moerl.config.interfaces import LOOPBACK
 from moerl.contract.parallel import ParallelDims
+from moerl.machine.interfaces import LOOPBACK
 from moerl.processes.parent import new_rendezvous
 
 ENVIRONMENT = {

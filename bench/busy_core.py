@@ -5,7 +5,7 @@ evaluations, on two cores of the machine. In each run a loop on one of the cores
 steps beside it are neighbours in time. The loop has a session of its own, as a program of another terminal has: Linux
 shares cores among sessions first.
 
-Runs differ in how long threads that wait spin (GOMP_SPINCOUNT): as moerl has it (`moerl/config/torch_start.py`); the
+Runs differ in how long threads that wait spin (GOMP_SPINCOUNT): as moerl has it (`moerl/machine/torch_start.py`); the
 baseline, 300,000 times as libgomp has it by itself; and the numbers of `--spins`. The baseline comes first and last;
 each other run is compared with the nearest one. Seconds of the demo are those of its 320 steps of the cold start and 40
 of reinforcement learning, by the means measured here; start and evaluations are left out. A step of the baseline beside
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from _report import Result, command_line, report
 
-from moerl.config.torch_start import NUM_SPINS, SPINS
+from moerl.machine.torch_start import NUM_SPINS, SPINS
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 BASELINE_SPINS = 300_000

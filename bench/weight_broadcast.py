@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (
     _new_process_group_helper,  # pyright: ignore[reportPrivateUsage]
 )
 
-from moerl.config.interfaces import LOOPBACK
+from moerl.machine.interfaces import LOOPBACK
 from moerl.rollout.sglang import broadcast, sender_group
 from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions, in_thread
 from moerl.rollout.sglang.invitation import Invitation

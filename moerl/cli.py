@@ -22,8 +22,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
-from moerl.config.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
-from moerl.config.torch_start import before_cuda, before_torch
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import Parser, export_parser, verify_parser
 from moerl.launch.arguments import short_help as _short_help
@@ -32,6 +30,8 @@ from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, run_help, run_parser
 from moerl.launch.run_lock import run_lock
+from moerl.machine.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
+from moerl.machine.torch_start import before_cuda, before_torch
 from moerl.printable import printable
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ BEFORE_WHERE = frozenset({
 })
 # fmt: on
 """Words that "where" may follow: nouns of places, verbs of knowing, prepositions, and values of arrays."""
-READERS = ("moerl/config/", "moerl/launch/", "moerl/processes/parent.py")
+READERS = ("moerl/config/", "moerl/machine/", "moerl/launch/", "moerl/processes/parent.py")
 """Files and folders of the product that may read environment variables."""
 EXCEPTIONS = {
     "moerl/tasks/rewards/sandbox/start.py": "clears variables of a process that runs a stranger's program",

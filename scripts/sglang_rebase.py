@@ -14,8 +14,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from moerl.config.shipped import shipped_folder
 from moerl.errors import EngineError
+from moerl.machine.shipped import shipped_folder
 from moerl.rollout.sglang.patches import read_patches, release_folder
 from moerl.rollout.sglang.unified_diff import parse_diff
 

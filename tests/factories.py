@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from moerl.config.model_files import SINGLE_FILE
-from moerl.config.model_tensors import needed_tensors
 from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
@@ -23,6 +21,8 @@ from moerl.contract.trajectory import (
     Turn,
     TurnKind,
 )
+from moerl.machine.model_files import SINGLE_FILE
+from moerl.machine.model_tensors import needed_tensors
 from moerl.models.description import describe
 
 SPEC = ModelSpec(num_moe_layers=3, experts_per_token=2, num_experts=8, vocab_size=100, fingerprint="tiny")

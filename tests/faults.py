@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from process_tree import family, tell_all
 
-from moerl.config import stop_signals
+from moerl.machine import stop_signals
 
 
 def kill(place: str, *, call: int = 1, after: bool = False) -> None:

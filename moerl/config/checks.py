@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 
 from moerl.config.architecture import describe_architecture
-from moerl.config.layouts import LayoutLoad, layout_problems, propose
-from moerl.config.memory import total_parameters
-from moerl.config.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollout_checks import check_rollout
@@ -21,6 +18,9 @@ from moerl.config.server_layout import check_experts_of_server
 from moerl.config.trackers import check_trackers
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
+from moerl.machine.layouts import LayoutLoad, layout_problems, propose
+from moerl.machine.memory import total_parameters
+from moerl.machine.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.models.description import ModelDescription, read_model
 
 COMMANDS = ("train", "sft", "rollout", "eval")

@@ -23,8 +23,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from moerl.config.explain import unknown_key
 from moerl.config.reference import is_known
-from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
+from moerl.machine.shipped import shipped_folder
 from moerl.reading import find_irregular
 
 CONFIGS = shipped_folder("configs")

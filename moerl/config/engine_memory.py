@@ -6,10 +6,11 @@ works. Prompts are not known yet; each slot is counted with room for `PROMPT_TOK
 
 from __future__ import annotations
 
-from moerl.config.memory import USABLE_SHARE, needs_of, rank_memory, total_parameters
+from moerl.config.needs import needs_of
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+from moerl.machine.memory import USABLE_SHARE, rank_memory, total_parameters
 from moerl.models.description import ModelDescription
 
 PROMPT_TOKENS = 128

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import httpx
 
-from moerl.config.hub_errors import HOW, hub_errors
-from moerl.config.model_files import INDEX_FILE, SINGLE_FILE, weight_files
-from moerl.config.model_tensors import check_model
 from moerl.config.schema import ModelConfig
 from moerl.errors import ConfigError
+from moerl.machine.hub_errors import HOW, hub_errors
+from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, weight_files
+from moerl.machine.model_tensors import check_model
 from moerl.printable import printable
 from moerl.tasks.data.hub_sets import silent_bars
 from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text

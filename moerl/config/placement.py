@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Callable, Mapping, MutableMapping
 from urllib.parse import urlsplit
 
-from moerl.config.interfaces import own_address
 from moerl.config.schema import LaunchConfig
 from moerl.errors import ConfigError
+from moerl.machine.interfaces import own_address
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"

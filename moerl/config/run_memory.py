@@ -1,7 +1,7 @@
 """Memory of a whole run: what the fullest GPU of each kind and the fullest host hold, and whether it fits. Pure.
 
 `moerl plan memory`, `moerl launch slurm`, `moerl doctor` and `moerl train` read this one table. Three moments count:
-engines sample; new weights are sent to them; the trainer works. `moerl.config.residence` says what of a colocated run
+engines sample; new weights are sent to them; the trainer works. `moerl.machine.residence` says what of a colocated run
 is on the device in each. Trainer and engines with GPUs of their own hold theirs all the time, but for activations.
 
 **Hosts** hold what does not lie on GPUs (`trainer.optimizer_offload`, `trainer.sleep`), a checkpoint that is being
@@ -17,22 +17,22 @@ from dataclasses import asdict, dataclass
 
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device, engine_bytes
-from moerl.config.memory import (
-    FP32,
-    MOMENTS,
-    USABLE_SHARE,
-    RankMemory,
-    heaviest_rank,
-    needs_of,
-    rank_memory,
-    total_parameters,
-)
-from moerl.config.residence import MOMENTS_OF_A_RUN, Moment, moments_on_device
+from moerl.config.needs import needs_of
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.server_memory import engine_needs, pool_tokens, server_share
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.machine.memory import (
+    FP32,
+    MOMENTS,
+    USABLE_SHARE,
+    RankMemory,
+    heaviest_rank,
+    rank_memory,
+    total_parameters,
+)
+from moerl.machine.residence import MOMENTS_OF_A_RUN, Moment, moments_on_device
 from moerl.models.description import ModelDescription
 
 GIB = 2**30
@@ -61,7 +61,7 @@ class Holding:
     """One thing in memory."""
 
     what: str
-    """Name of the thing; in a colocated run a row of `moerl.config.residence`."""
+    """Name of the thing; in a colocated run a row of `moerl.machine.residence`."""
     num_bytes: int
     """Bytes while the thing is there."""
     moments: tuple[Moment, ...] = MOMENTS_OF_A_RUN

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.config.memory import rank_parameters
 from moerl.config.rollouts import CPU_POOL_TOKENS, EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
+from moerl.machine.memory import rank_parameters
 from moerl.models.description import ModelDescription
 
 OWN_SHARE = 0.8

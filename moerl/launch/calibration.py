@@ -16,13 +16,13 @@ from moerl.batching.cost import sequence_flops
 from moerl.buffer.simulation import SimulatedFleet, StepCosts
 from moerl.config.checks import describe_model
 from moerl.config.load import CONFIG_FILE, load_resolved
-from moerl.config.memory import total_parameters
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
 from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.contract.disk import read_parquet
 from moerl.errors import ConfigError
+from moerl.machine.memory import total_parameters
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 MIN_STEPS = 12

@@ -1,7 +1,7 @@
 """``moerl plan memory``: memory that a run fills on GPUs and hosts, before it asks for a machine. Torch-free; a login
 node.
 
-The numbers are worked out in `moerl.config.memory` and `moerl.config.run_memory`; this module prints them.
+The numbers are worked out in `moerl.machine.memory` and `moerl.config.run_memory`; this module prints them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config.checks import describe_model, layout_load
-from moerl.config.layouts import as_overrides, nearest_layouts
-from moerl.config.memory import USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
-from moerl.config.residence import MOMENTS_OF_A_RUN
+from moerl.config.needs import needs_of
 from moerl.config.run_memory import GIB, Machine, checkpoint_bytes, fits_with, places
 from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.listed import look
+from moerl.machine.layouts import as_overrides, nearest_layouts
+from moerl.machine.memory import USABLE_SHARE, RankMemory, heaviest_rank, total_parameters
+from moerl.machine.residence import MOMENTS_OF_A_RUN
 
 
 def machine_of_plan(options: argparse.Namespace) -> Machine:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from moerl.buffer.queue import QueueLimits
 from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, drawn_from, long_tailed, simulate
-from moerl.config.layouts import as_overrides
 from moerl.config.rollout_checks import require_engine
 from moerl.config.schema import RunConfig
 from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of, fleet_on
 from moerl.launch.plan_weights import update_seconds
+from moerl.machine.layouts import as_overrides
 from moerl.weights.estimate import Bandwidths
 
 STALENESS = (0, 1, 2, 4, 8)

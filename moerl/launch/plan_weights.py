@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config.checks import describe_model
-from moerl.config.layouts import as_overrides
 from moerl.config.rollout_checks import require_engine
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.machine.layouts import as_overrides
 from moerl.rollout.sglang.invitation import PIECE_BYTES
 from moerl.weights.estimate import Bandwidths, SenderLoad, Servers, sender_loads, sent_bytes
 from moerl.weights.manifest import model_manifest

@@ -7,10 +7,10 @@ from collections.abc import MutableMapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from moerl.config.interfaces import interface_variables, own_address
 from moerl.config.placement import LOOPBACK_ADDRESS
 from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig
 from moerl.errors import EngineError
+from moerl.machine.interfaces import interface_variables, own_address
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.server import answers_health
 

@@ -17,10 +17,8 @@ from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.model_files import INITIAL_MODEL
 from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
-from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
@@ -30,6 +28,8 @@ from moerl.contract.sealed import find_damage
 from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
+from moerl.machine.model_files import INITIAL_MODEL
+from moerl.machine.stop_signals import STOPPED, StopRequest
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import pack_options

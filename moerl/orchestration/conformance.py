@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moerl.config.model_tensors import check_weights
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, closing
+from moerl.machine.model_tensors import check_weights
 from moerl.models.description import ModelDescription, read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.texts import OPEN
@@ -29,6 +28,7 @@ from moerl.diagnostics.rollout_table import write_rollout_table
 from moerl.diagnostics.tallies import Tallies
 from moerl.diagnostics.trainer_side import FACT, sampled_gaps
 from moerl.errors import ConfigError
+from moerl.machine.model_tensors import check_weights
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.torch_dumps import open_any_dumps

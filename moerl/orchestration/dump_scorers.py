@@ -13,11 +13,11 @@ from typing import Literal
 
 import torch
 
-from moerl.config.memory import total_parameters
-from moerl.config.scoring_memory import plan_scoring
 from moerl.diagnostics.checkpoints import HuggingFaceCheckpoint
 from moerl.diagnostics.scoring import RolloutScorer
 from moerl.errors import closing
+from moerl.machine.memory import total_parameters
+from moerl.machine.scoring_memory import plan_scoring
 from moerl.models.description import ModelDescription
 from moerl.orchestration.rescoring import HeldModels, TransformersScorer
 from moerl.orchestration.trainer_scorer import TrainerScorer

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.model_files import stored_tensors
-from moerl.config.model_tensors import check_weights
 from moerl.config.placement import controller_address
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError, ending, undoing
+from moerl.machine.model_files import stored_tensors
+from moerl.machine.model_tensors import check_weights
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine

@@ -13,10 +13,10 @@ from transformers import (
 )
 
 from moerl.config.architecture import architecture_config
-from moerl.config.model_files import check_tokenizer
 from moerl.config.schema import ArchitectureConfig, ModelConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
+from moerl.machine.model_files import check_tokenizer
 from moerl.models.description import ModelDescription
 from moerl.orchestration.tokenizer import make_tokenizer, num_ids
 from moerl.rollout.embedded import EmbeddedEngine

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.config.scoring_memory import CHUNK_NUMBERS, PASS_ROWS
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question, Scored
+from moerl.machine.scoring_memory import CHUNK_NUMBERS, PASS_ROWS
 from moerl.models.description import ModelDescription
 from moerl.rollout.enforce import EnforcedRouting
 from moerl.rollout.lent_weights import lent_weights

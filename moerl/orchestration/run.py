@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
-from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
@@ -26,6 +25,7 @@ from moerl.contract.trainer import Stage, Trainer, UpdateReport
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
+from moerl.machine.stop_signals import StopRequest
 from moerl.models.description import ModelDescription
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import Minibatch

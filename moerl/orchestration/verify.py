@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.batching.packing import PackOptions, pack_trajectories
-from moerl.config.model_tensors import check_weights
 from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
@@ -23,6 +22,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
+from moerl.machine.model_tensors import check_weights
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.ranks.libraries import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
-from moerl.config.torch_start import tf32_variables
+from moerl.machine.torch_start import tf32_variables
 from moerl.processes.child import module_program
 
 PROGRAM = module_program("moerl.ranks.process")

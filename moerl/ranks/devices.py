@@ -9,8 +9,8 @@ import torch
 
 from moerl.config.checks import check_for_gpus
 from moerl.config.schema import RunConfig
-from moerl.config.torch_start import has_tf32
 from moerl.errors import ConfigError
+from moerl.machine.torch_start import has_tf32
 from moerl.models.description import CONFIG_FILE
 from moerl.trainer import platform
 

@@ -13,9 +13,9 @@ import socket
 import sys
 import traceback
 
-from moerl.config.torch_start import before_torch
 from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
 from moerl.errors import MoerlError
+from moerl.machine.torch_start import before_torch
 from moerl.printable import printable
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import belong_to_parent

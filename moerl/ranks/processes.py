@@ -13,12 +13,12 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
-from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.files import discard
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, ending, undoing
+from moerl.machine.interfaces import interface_variables
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.child import Child, describe_output
 from moerl.processes.parent import child_environment, new_rendezvous

@@ -14,7 +14,7 @@ from moerl.rollout.host import engine_device
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
-    """Loads the model of a Hugging Face directory that `moerl.config.model_tensors.check_weights` has let pass.
+    """Loads the model of a Hugging Face directory that `moerl.machine.model_tensors.check_weights` has let pass.
 
     Args:
         settings: for `from_pretrained`.

@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from moerl.config.shipped import BRIDGE
 from moerl.errors import ConfigError
+from moerl.machine.shipped import BRIDGE
 from moerl.trainer import platform
 
 

@@ -14,11 +14,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moerl.config.model_files import stored_tensors
-from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.contract.files import replace_folder, writing
 from moerl.contract.sealed import SEAL, seal
 from moerl.errors import undoing
+from moerl.machine.model_files import stored_tensors
+from moerl.machine.model_tensors import SCALES, is_bypassed
 from moerl.reading import read_json
 from moerl.trainer.tensors import bypassed_tensors
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.config.memory import PIECE_ELEMENTS, PIECES
 from moerl.kernels.transfer import HOST
+from moerl.machine.memory import PIECE_ELEMENTS, PIECES
 from moerl.trainer import platform
 from moerl.trainer.sharded_state import make_moments
 

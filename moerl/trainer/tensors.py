@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.config.model_files import stored_tensors
-from moerl.config.model_tensors import FP8_BLOCK, SCALES, is_bypassed
 from moerl.errors import CheckpointError
+from moerl.machine.model_files import stored_tensors
+from moerl.machine.model_tensors import FP8_BLOCK, SCALES, is_bypassed
 
 _LOCAL_NORMS = {
     "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.server_environment import server_environment
 from moerl.kernels.checksum import checksums
+from moerl.machine.server_environment import server_environment
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
 from moerl.rollout.sglang.digests import ServedModel, read_parts
 from moerl.rollout.sglang.http import SGLangHttp

@@ -16,9 +16,9 @@ from run_checks import assert_the_same, processes_of, rank_processes
 from slurm_cluster import Cluster
 from slurm_jobs import TRAIN, check, submit
 
-from moerl.config.interfaces import own_address
 from moerl.launch.slurm.script import JobSettings, render
 from moerl.launch.slurm.site import Site
+from moerl.machine.interfaces import own_address
 from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.server import ENDPOINT_FILE
 from moerl.telemetry.sinks import read_rows

@@ -15,7 +15,7 @@ from slurm_jobs import submit
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from whole_commands import COMMANDS, ROWS, keys_of
 
-from moerl.config.interfaces import own_address
+from moerl.machine.interfaces import own_address
 from moerl.telemetry.sinks import read_rows
 
 LONG = 1500.0

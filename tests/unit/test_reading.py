@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from moerl.config.compose import config_groups
-from moerl.config.model_files import read_header
 from moerl.contract.quarantine import read_quarantined
 from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.report.read_run import numbers_of_directory, stored_report
@@ -22,6 +21,7 @@ from moerl.launch.slurm.attempts import _rows
 from moerl.launch.slurm.site import load_site
 from moerl.launch.status import run_status
 from moerl.launch.sweeps.manifest import read_manifest
+from moerl.machine.model_files import read_header
 from moerl.models.description import read_model
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.history import read_history
@@ -39,7 +39,7 @@ OPENS_BY_ITSELF = {
     "moerl/reading.py": "is the reader",
     "moerl/cli.py": "opens /dev/null",
     "moerl/config/help_text.py": "reads files of this package",
-    "moerl/config/interfaces.py": "reads /proc",
+    "moerl/machine/interfaces.py": "reads /proc",
     "moerl/buffer/journal.py": "opens a segment to write behind its last record",
     "moerl/contract/files.py": "syncs files that it has written, and hashes files whose kind was looked at",
     "moerl/contract/parquet.py": "is the reader of Parquet",

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from moerl.config.shipped import BRIDGE, shipped_folder
 from moerl.launch.checks.outcome import Check, green
+from moerl.machine.shipped import BRIDGE, shipped_folder
 
 AREA = "packages"
 LOCK = "run.lock"

@@ -23,9 +23,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moerl.config.stop_signals import STOPPED
 from moerl.contract.files import append_line
 from moerl.errors import MoerlError, told
+from moerl.machine.stop_signals import STOPPED
 from moerl.reading import read_text
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 

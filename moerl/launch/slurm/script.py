@@ -11,12 +11,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
 from moerl.launch.checks.room import GRACE_SHARE
 from moerl.launch.slurm.attempts import FOLDER
 from moerl.launch.slurm.containers import container_start
 from moerl.launch.slurm.site import Site
+from moerl.machine.shipped import shipped_folder
 
 KILL_SHARE = 0.9
 """Share of the seconds between SLURM's signal and the time limit after which a run that has not ended is killed."""

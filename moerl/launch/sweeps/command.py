@@ -14,7 +14,6 @@ from rich.table import Table
 
 from moerl.config.compose import expand_sweep
 from moerl.config.load import load_config
-from moerl.config.stop_signals import stop_signals
 from moerl.errors import ConfigError
 from moerl.launch.run_lock import run_lock
 from moerl.launch.sweeps.hosts import LocalHost
@@ -26,6 +25,7 @@ from moerl.launch.sweeps.manifest import (
     refuse_changes,
 )
 from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of
+from moerl.machine.stop_signals import stop_signals
 from moerl.printable import printable
 
 _OF_SWEEPS = ("sweep.dir", "sweep.jobs")

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ending
 from moerl.launch.sweeps.hosts import Ended, RunHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
+from moerl.machine.stop_signals import STOPPED, StopRequest
 from moerl.reading import open_regular
 from moerl.telemetry.terminal import excerpt
 

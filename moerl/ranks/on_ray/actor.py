@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from moerl.config.interfaces import interface_variables
 from moerl.config.placement import shown_gpus, without_ray
 from moerl.contract.commands import decode_reply
+from moerl.machine.interfaces import interface_variables
 from moerl.processes.channel import receive, send
 from moerl.processes.child import Child
 from moerl.processes.parent import die_with

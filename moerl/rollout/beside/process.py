@@ -9,7 +9,7 @@ import contextlib
 import socket
 import sys
 
-from moerl.config.torch_start import before_torch
+from moerl.machine.torch_start import before_torch
 from moerl.processes.parent import belong_to_parent
 
 

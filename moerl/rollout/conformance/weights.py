@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.model_files import stored_tensors
+from moerl.machine.model_files import stored_tensors
 from moerl.models.description import ModelDescription
 
 _EXPERT = re.compile(r"^(.*\.layers\.\d+\.mlp\.experts\.)(\d+)(\..+)$")

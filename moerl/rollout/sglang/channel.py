@@ -13,9 +13,9 @@ from urllib.parse import urlparse
 import msgspec
 import torch
 
-from moerl.config.interfaces import own_address
 from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
+from moerl.machine.interfaces import own_address
 from moerl.rollout.fleet.backend import Bucket
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from moerl.config.shipped import shipped_folder
 from moerl.contract.files import atomic_file
 from moerl.errors import EngineError
+from moerl.machine.shipped import shipped_folder
 from moerl.rollout.sglang.unified_diff import FilePatch, apply_patch, parse_diff, revert_patch
 
 DEFAULT_RELEASE = "0.5.21"

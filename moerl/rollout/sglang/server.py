@@ -24,11 +24,11 @@ from typing import Any
 import yaml
 
 from moerl.config.rollouts import CPU_POOL_TOKENS
-from moerl.config.server_environment import server_environment
 from moerl.contract.files import atomic_file, discard
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
 from moerl.http.client import HttpClient, NoAnswerError, Request
+from moerl.machine.server_environment import server_environment
 from moerl.processes.spared import start_spared
 from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED

@@ -2,7 +2,7 @@
 
 Of one update, in this order: pause, take the memory of weights, flush the prefix cache, label the weights as nobody's,
 begin; buckets (`channel`); end, label; take the memory of the cache, continue. Until the last two the trainer has its
-weights on the same device (`moerl.config.residence`).
+weights on the same device (`moerl.machine.residence`).
 """
 
 from __future__ import annotations

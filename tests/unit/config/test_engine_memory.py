@@ -11,9 +11,10 @@ from moerl.config import engine_memory
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device, engine_bytes
 from moerl.config.load import load_config
-from moerl.config.memory import USABLE_SHARE, needs_of, rank_memory
+from moerl.config.needs import needs_of
 from moerl.config.schema import LaunchConfig, RunConfig
 from moerl.errors import ConfigError
+from moerl.machine.memory import USABLE_SHARE, rank_memory
 from moerl.models.description import describe
 from moerl.rollout import schedule
 from moerl.rollout.cache import SlotCache

@@ -17,9 +17,9 @@ from small_hub import Cache, client_environment, commit_of, hub
 from moerl.config.auto_resume import resolve_auto
 from moerl.config.hub import hub_name, missing_weights, model_directory, prepare_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_plan
-from moerl.config.model_files import INDEX_FILE, SINGLE_FILE, read_header
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, read_header
 
 MAIN, MOVED = commit_of("main"), "b" * 40
 RECIPE = ["recipe=pretrained_small", "task=chain_sum", "rollout.max_new_tokens=16", "trainer.microbatch_tokens=256"]

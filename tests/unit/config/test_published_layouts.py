@@ -11,9 +11,10 @@ from factories import QWEN3_30B
 from published_models import DEEPSEEK_V3, GLM_45, GLM_45_AIR, QWEN3_235B
 
 from moerl.config.checks import describe_model
-from moerl.config.layouts import as_overrides
 from moerl.config.load import load_plan
-from moerl.config.memory import USABLE_SHARE, heaviest_rank, needs_of, total_parameters
+from moerl.config.needs import needs_of
+from moerl.machine.layouts import as_overrides
+from moerl.machine.memory import USABLE_SHARE, heaviest_rank, total_parameters
 
 ROOT = Path(__file__).parents[3]
 MODELS = {

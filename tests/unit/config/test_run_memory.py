@@ -9,7 +9,6 @@ import pytest
 from factories import QWEN3_30B, write_hf_config
 
 from moerl.config.load import load_plan
-from moerl.config.residence import ALWAYS, ASLEEP, moments_on_device
 from moerl.config.run_memory import (
     GIB,
     GPU_OF_BOTH,
@@ -28,6 +27,7 @@ from moerl.config.run_memory import (
 )
 from moerl.config.schema import RunConfig
 from moerl.config.server_layout import check_nodes_of_servers
+from moerl.machine.residence import ALWAYS, ASLEEP, moments_on_device
 
 H100S = Machine(80 * GIB, gpus_per_node=8, nodes=2, host_bytes=1024 * GIB)
 WEIGHTS = 30.5e9 * 2

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from sglang_fake import FakeServer
 
-from moerl.config.interfaces import LOOPBACK
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import look_at_environment, look_at_server_files
 from moerl.launch.servers import listen_for_servers
+from moerl.machine.interfaces import LOOPBACK
 from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 

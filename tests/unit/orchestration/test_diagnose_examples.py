@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from moerl import cli
 from moerl.config.command_texts import DIAGNOSE
-from moerl.config.model_tensors import check_weights
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import read_report
+from moerl.machine.model_tensors import check_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

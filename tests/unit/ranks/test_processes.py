@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from waiting import eventually, is_alive
 
-from moerl.config.interfaces import LOOPBACK
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import Load, PollSave, Publish, Step
 from moerl.errors import CheckpointError, TrainerError, UnprovedError
+from moerl.machine.interfaces import LOOPBACK
 from moerl.ranks import processes
 from moerl.ranks.processes import Processes
 

@@ -12,9 +12,9 @@ from factories import SPEC
 
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
-from moerl.config.torch_start import TF32
 from moerl.contract.commands import Build, Reply
 from moerl.errors import ConfigError
+from moerl.machine.torch_start import TF32
 from moerl.orchestration.run import Run
 from moerl.ranks.devices import device_notes, shares_prompts
 from moerl.ranks.group import TrainerGroup

@@ -12,9 +12,9 @@ from families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moerl.config.layouts import layout_problems
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.machine.layouts import layout_problems
 from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_staging import checkpoint_views
 from moerl.weights.estimate import sent_bytes

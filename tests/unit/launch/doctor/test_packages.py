@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.shipped import BRIDGE
 from moerl.launch.doctor.packages import (
     check_chain,
     check_lock,
@@ -20,6 +19,7 @@ from moerl.launch.doctor.packages import (
     read_lock,
     read_pins,
 )
+from moerl.machine.shipped import BRIDGE
 
 ROOT = Path(__file__).parents[4]
 LOCK = ROOT / "requirements" / "run.lock"

@@ -11,11 +11,11 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.config.compose import expand_sweep
-from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, LocalHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, new_manifest, read_manifest
 from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of, last_words
+from moerl.machine.stop_signals import STOPPED, StopRequest
 
 CHILD = """
 import os, pathlib, signal, sys

@@ -19,13 +19,13 @@ from planted_faults import SAMPLING, Diagnosed, layer_late, scorer
 from small_hub import Cache, commit_of, hub
 
 from moerl import cli
-from moerl.config.scoring_memory import ScoringMemory
 from moerl.diagnostics.checkpoints import split_version
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.words import unbroken
 from moerl.diagnostics.scoring import Question
+from moerl.machine.scoring_memory import ScoringMemory
 from moerl.models.description import read_model
 from moerl.orchestration import dump_scorers, rescoring
 from moerl.orchestration.trainer_scorer import TrainerScorer

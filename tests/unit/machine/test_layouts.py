@@ -10,7 +10,8 @@ from factories import hf_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.config.layouts import (
+from moerl.contract.parallel import ParallelDims
+from moerl.machine.layouts import (
     LayoutLoad,
     as_overrides,
     distance,
@@ -18,7 +19,6 @@ from moerl.config.layouts import (
     nearest_layouts,
     propose,
 )
-from moerl.contract.parallel import ParallelDims
 from moerl.models.description import LatentAttention, ModelDescription, describe
 
 PLAIN = describe(hf_config(num_hidden_layers=4), "config.json")

@@ -34,7 +34,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.models.description import ModelDescription
 
@@ -89,18 +88,6 @@ class RankMemory:
     def fits(self, device_bytes: float) -> bool:
         """Returns whether the rank fills no more than `USABLE_SHARE` of a device."""
         return self.total_bytes <= USABLE_SHARE * device_bytes
-
-
-def needs_of(config: RunConfig) -> Needs:
-    """Returns the needs of a rank by the configuration of a run."""
-    return Needs(
-        microbatch_tokens=config.trainer.microbatch_tokens,
-        element_bytes=2 if config.model.dtype == "bfloat16" else 4,
-        recompute=config.trainer.recompute,
-        distributed_optimizer=config.trainer.distributed_optimizer != "off",
-        reference=config.algorithm.reference_kl is not None,
-        offload=config.trainer.optimizer_offload,
-    )
 
 
 def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> RankMemory:

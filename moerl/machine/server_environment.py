@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from moerl.config.interfaces import interface_variables
+from moerl.machine.interfaces import interface_variables
 
 
 def server_environment(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.config.memory import USABLE_SHARE, rank_parameters, total_parameters
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.machine.memory import USABLE_SHARE, rank_parameters, total_parameters
 from moerl.models.description import ModelDescription
 
 PASS_ROWS = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moerl.config.residence import ALWAYS, ASLEEP, MOMENTS_OF_A_RUN, moments_on_device
+from moerl.machine.residence import ALWAYS, ASLEEP, MOMENTS_OF_A_RUN, moments_on_device
 
 PAGE = Path(__file__).parents[3] / "docs" / "sglang.md"
 

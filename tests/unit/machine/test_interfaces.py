@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from moerl.config.interfaces import LOOPBACK, interface_of, interface_variables, own_address
+from moerl.machine.interfaces import LOOPBACK, interface_of, interface_variables, own_address
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moerl.config.model_files import StoredTensor, check_tokenizer, stored_tensors
 from moerl.errors import ConfigError
+from moerl.machine.model_files import StoredTensor, check_tokenizer, stored_tensors
 from moerl.models.description import CONFIG_FILE, ModelDescription, describe, read_config
 
 Shape = tuple[int, ...]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.server_environment import server_environment
-from moerl.config.torch_start import TF32, before_cuda, before_torch, has_tf32
+from moerl.machine.server_environment import server_environment
+from moerl.machine.torch_start import TF32, before_cuda, before_torch, has_tf32
 
 ROOT = Path(__file__).parents[3]
 WITH_TORCH = {"moerl.__main__", "moerl.ranks.process", "moerl.rollout.beside.process"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.interfaces import LOOPBACK
-from moerl.config.server_environment import server_environment
+from moerl.machine.interfaces import LOOPBACK
+from moerl.machine.server_environment import server_environment
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

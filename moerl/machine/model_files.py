@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face directory, as the headers of its safetensors files say. Torch-free; any process.
 
 Loaders fill a tensor that is missing with random numbers, and at most log that. Everything that reads a model asks
-here first: `moerl.config.model_tensors` compares the answer with what the model's config needs.
+here first: `moerl.machine.model_tensors` compares the answer with what the model's config needs.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from factories import QWEN3_30B
 
-from moerl.config.memory import total_parameters
-from moerl.config.scoring_memory import ScoringMemory, plan_scoring
 from moerl.errors import ConfigError
+from moerl.machine.memory import total_parameters
+from moerl.machine.scoring_memory import ScoringMemory, plan_scoring
 from moerl.models.description import describe
 
 MODEL = describe(QWEN3_30B, "config.json", None)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moerl.config import stop_signals as stop_signals_module
-from moerl.config.stop_signals import GraceOverError, StopRequest, stop_signals
+from moerl.machine import stop_signals as stop_signals_module
+from moerl.machine.stop_signals import GraceOverError, StopRequest, stop_signals
 from moerl.processes.spared import STOP_SIGNALS
 
 
@@ -99,7 +99,7 @@ def test_a_signal_after_the_end_of_a_run_that_was_told_to_stop_changes_its_statu
 ) -> None:
     program = f"""
 import os, signal, sys
-from moerl.config.stop_signals import STOPPED, stop_signals
+from moerl.machine.stop_signals import STOPPED, stop_signals
 with stop_signals(for_good=True):
     if {is_told}:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,19 +11,19 @@ import pytest
 from factories import QWEN3_30B, hf_config
 from published_models import DEEPSEEK_V3, GLM_45, GLM_45_AIR, QWEN3_235B
 
-from moerl.config.layouts import layout_problems
 from moerl.config.load import load_config
-from moerl.config.memory import (
+from moerl.config.needs import needs_of
+from moerl.contract.parallel import ParallelDims
+from moerl.kernels import products
+from moerl.machine.layouts import layout_problems
+from moerl.machine.memory import (
     Needs,
     heaviest_rank,
-    needs_of,
     rank_memory,
     rank_parameters,
     slab_columns,
     total_parameters,
 )
-from moerl.contract.parallel import ParallelDims
-from moerl.kernels import products
 from moerl.models.description import ModelDescription, describe
 
 OLMOE: dict[str, Any] = {

@@ -14,9 +14,9 @@ import pytest
 from factories import StoredTensors as Tensors
 from factories import hf_config, write_hf_model, write_safetensors
 
-from moerl.config.model_files import INDEX_FILE, SINGLE_FILE, read_header, stored_tensors
-from moerl.config.model_tensors import check_weights, needed_tensors
 from moerl.errors import ConfigError
+from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, read_header, stored_tensors
+from moerl.machine.model_tensors import check_weights, needed_tensors
 from moerl.models.description import describe, read_config, read_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
