@@ -141,11 +141,6 @@ class RankCoordinates:
         return self._in_stage // self.dims.expert_tensor % self.dims.expert
 
     @property
-    def is_main(self) -> bool:
-        """True on rank 0, the main rank."""
-        return self.rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """True on ranks of the stage with the language-model head, which computes the loss."""
         return self.pipeline_rank == self.dims.pipeline - 1

@@ -138,7 +138,7 @@ def train_and_sync(
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     engine, problems, before = None, [], {}
-    if layout.is_main:
+    if layout.rank == 0:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         engine = EmbeddedEngine(model, spec, engine_id="engine", max_running=1)
     plan = weight_sync.plan_for(trainer, path)

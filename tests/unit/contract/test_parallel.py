@@ -37,10 +37,6 @@ def test_experts_are_dealt_out_over_the_ranks_of_a_stage_anew():
     assert dims.expert_data == 2
 
 
-def test_rank_0_is_the_main_one():
-    assert [rank.is_main for rank in ParallelDims(data=3).ranks()] == [True, False, False]
-
-
 def test_row_multiples_follow_from_tensor_and_context():
     assert (ParallelDims(tensor=4).sequence_multiple, ParallelDims(tensor=4).row_multiple) == (1, 4)
     both = ParallelDims(tensor=2, context=3)

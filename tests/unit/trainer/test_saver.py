@@ -148,12 +148,12 @@ def save_where_one_rank_fails(layout: Any, path: Path, folder: Path, failing_ran
         finish_checkpoints()
     with pytest.raises(CheckpointError) as caught:
         saver.poll()
-    if layout.is_main:
+    if layout.rank == 0:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[1])
         assert [each.name for each in folder.iterdir()] == [NAMES[1]]
     with saver:
         save(saver, 3, trainer.stage())
-    if layout.is_main:
+    if layout.rank == 0:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[3])
     return str(caught.value)
 
@@ -180,7 +180,7 @@ def save_where_nothing_is_free(layout: Any, path: Path, folder: Path) -> str:
         pytest.raises(CheckpointError) as caught,
     ):
         save(saver, 2, staged)
-    if layout.is_main:
+    if layout.rank == 0:
         assert [each.name for each in folder.iterdir()] == [NAMES[1]]
     written = sum(file.stat().st_size for file in (folder / NAMES[1]).iterdir() if file.name != "manifest.json")
     if layout.dims.world_size == 1:
