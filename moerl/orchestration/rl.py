@@ -4,6 +4,17 @@
                      (routing and kept sets ride on the trajectory; both are enforced in the step)
 
 Runs in the controller, and uses ports alone: it knows neither Megatron nor the engine, and groups may come from dumps.
+Who waits for whom:
+
+    waits             for                                        at most                  if it fails
+    loop              a batch: groups that were collected        until a stop signal      raises the collector's error
+    loop              a reply of every rank to each command      trainer.command_seconds  ends the run, names the rank
+    loop              engines that take weights (`settle`)       weights.step_seconds     raises `WeightSyncError`
+    collecting thread the engine's responses, their rewards      the engine's limits      `batch` raises it in the loop
+    packing thread    the groups of the next batch (`Ahead`)     until the loop asks      the loop packs them itself
+    saving thread     the disk; the next checkpoint waits        -                        raises `CheckpointError`
+
+Collecting threads run with `buffer.max_staleness` only; without it the loop collects its batch itself.
 """
 
 from __future__ import annotations
