@@ -155,7 +155,7 @@ def _card(finding: Finding) -> str:
     )
     return (
         f'<article class="card level-{finding.level}">'
-        f'<p class="badge">{LEVELS[finding.level]} · {escaped(finding.cause)}</p>'
+        f'<p class="badge">{LEVELS[finding.level]} · {escaped(finding.cause.replace("_", " "))}</p>'
         f'<h3>{escaped(finding.title)}</h3><p class="size quiet">{size}{SURE[finding.confidence]}</p>'
         f"<p>{escaped(finding.remedy)}</p>" + (f"<ul>{facts}</ul>" if facts else "") + "</article>"
     )

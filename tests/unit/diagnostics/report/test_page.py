@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def test_a_section_without_data_is_left_out(tmp_path: Path) -> None:
     elements = Elements(page_of(Report("t", "s", Verdict("good", "a", "b"), ()), tmp_path))
     assert set(elements.ids()) == {"theme", "main", "definitions", "report-data"}
     assert "figure" not in elements.names
+
+
+def test_a_finding_names_its_cause_in_words(tmp_path: Path) -> None:
+    report = full_report()
+    found = replace(report.findings[0], cause="trainer_apart")
+    text = "".join(Elements(page_of(replace(report, findings=(found,)), tmp_path)).text)
+    assert "· trainer apart" in text
+    assert "trainer_apart" not in text
 
 
 @pytest.mark.parametrize("text", HOSTILE)
