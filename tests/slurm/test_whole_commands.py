@@ -79,7 +79,9 @@ def test_a_whole_command_runs_on_emulated_nodes(number: int, two_nodes: Cluster,
     keys += [f"model.path='{model}'", f"task.path='{tmp_path / 'rows.jsonl'}'"]
     keys += [f"rollout.environment='{sglang_live.ENVIRONMENT}'"]
     nodes = ["--nodes", "2"] if "--nodes" in words else []
-    job = submit(two_nodes, tmp_path / "run", *keys, *nodes, "--time", "50")
+    # A rank and, on one of two nodes, a server of its own.
+    site = f"cpus_per_node: {len(nodes) or 1}\n"
+    job = submit(two_nodes, tmp_path / "run", *keys, *nodes, "--time", "50", site=site)
     two_nodes.wait_for(job.job_id, "COMPLETED", seconds=LONG)
     assert job.ends() == [(0, 0)], job.told()
     steps = [row for row in read_rows(job.run_dir / "metrics.jsonl") if row["stage"] == "rl"]
