@@ -10,6 +10,9 @@ from importlib import metadata
 from moerl.errors import MoerlError
 from moerl.printable import printable
 
+_TRAINER = ("train", "sft", "rollout", "eval", "verify", "export")
+"""Commands that need all that a run needs, whichever package is missed first."""
+
 
 def main() -> int:
     """Runs a command; returns its exit status, 2 if a package that it needs is not installed."""
@@ -27,19 +30,23 @@ def main() -> int:
 
 def _explain(name: str) -> MoerlError:
     """Returns the error for a module that no installed package has."""
-    extra = _extra_of(name)
+    extra = "train" if _command() in _TRAINER else _extra_of(name)
     wheel = f"the wheel of moerl with its extra `{extra}`" if extra else "the wheel of moerl with what it needs"
     doctor = "`moerl doctor` lists what is missing; --traceback shows who asked for it"
     return MoerlError(
-        f"{sys.argv[1] if len(sys.argv) > 1 else 'moerl'}: a package is not installed",
+        f"{_command()}: a package is not installed",
         seen=f"no module {name} for {sys.executable}",
         expected="the packages that moerl needs, in one environment",
         remedy=f"`make setup` in a checkout; else pip install {wheel}. {doctor}",
     )
 
 
+def _command() -> str:
+    return sys.argv[1] if len(sys.argv) > 1 else "moerl"
+
+
 def _extra_of(name: str) -> str:
-    """Returns the extra that brings a module, "" if none does or moerl has no metadata."""
+    """Returns the extra of users that brings a module, "" if none does or moerl has no metadata."""
     package = name.partition(".")[0].replace("_", "-")
     try:
         requirements = metadata.requires("moerl") or []
@@ -47,7 +54,7 @@ def _extra_of(name: str) -> str:
         return ""
     for text in requirements:
         extra = re.search(r"extra == '(\w+)'", text)
-        if extra and re.match(rf"{re.escape(package)}(-core)?(?![\w.-])", text):
+        if extra and extra[1] != "dev" and re.match(rf"{re.escape(package)}(-core|-skinny)?(?![\w.-])", text):
             return extra[1]
     return ""
 

@@ -65,18 +65,25 @@ def conditions(text: str) -> Iterator[tuple[int, str]]:
 
 def _prose(text: str) -> Iterator[tuple[int, str]]:
     """Yields strings and blocks of comments, each with the line on which it begins."""
-    begun, comments, last = 0, list[str](), 0
+    comments, strings = list[tokenize.TokenInfo](), list[tokenize.TokenInfo]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            begun, last = begun or token.start[0], token.start[0]
-            comments.append(token.string.lstrip("# "))
-        elif token.type != tokenize.NL and begun and token.start[0] > last:
-            yield begun, "\n".join(comments)
-            begun, comments = 0, []
-        if token.type in (tokenize.STRING, tokenize.FSTRING_MIDDLE):
+            comments.append(token)
+        elif token.type != tokenize.NL and comments and token.start[0] > comments[-1].start[0]:
+            yield comments[0].start[0], "\n".join(each.string.lstrip("# ") for each in comments)
+            comments = []
+        if token.type == tokenize.STRING:
+            strings.append(token)
+        elif token.type != tokenize.NL and strings:  # neighbours are one text
+            yield strings[0].start[0], "".join(map(_within, strings))
+            strings = []
+        if token.type == tokenize.FSTRING_MIDDLE:
             yield token.start[0], token.string
-    if comments:
-        yield begun, "\n".join(comments)
+
+
+def _within(string: tokenize.TokenInfo) -> str:
+    """Returns a string without its prefix and quotes."""
+    return string.string.strip("bru").strip("\"'")
 
 
 def _text(statement: ast.stmt) -> str | None:
@@ -95,7 +102,8 @@ def undescribed(text: str) -> Iterator[tuple[int, str]]:
                 continue
             if "ClassVar" in ast.unparse(statement.annotation) or statement.target.id.startswith("_"):
                 continue
-            is_described = statement.value is not None and "description=" in ast.unparse(statement)
+            calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+            is_described = any(keyword.arg == "description" for call in calls for keyword in call.keywords)
             if not is_described and (after is None or _text(after) is None):
                 yield statement.lineno, f"{node.name}.{statement.target.id}"
 

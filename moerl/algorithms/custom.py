@@ -8,6 +8,7 @@ from pydantic import Field
 
 from moerl.algorithms.section import AlgorithmSection
 from moerl.algorithms.user_function import check_function, load_function
+from moerl.contract.demands import MAX_NAMES
 from moerl.errors import ConfigError
 from moerl.sections import FunctionName
 
@@ -55,6 +56,13 @@ class Custom(AlgorithmSection):
         check_function("algorithm.loss", self.loss)
         if self.advantages is not None:
             check_function("algorithm.advantages", self.advantages)
+        if "" in self.scores or len({*self.scores}) < len(self.scores) or len(self.scores) > MAX_NAMES:
+            raise ConfigError(
+                "algorithm.scores: names of side scores",
+                seen=", ".join(map(repr, self.scores)),
+                expected=f"at most {MAX_NAMES} different names",
+                remedy="name each score once, as in algorithm.scores=[teacher] for a column score_teacher",
+            )
 
     def load(self) -> None:
         load_function("algorithm.loss", self.loss)
@@ -70,13 +78,15 @@ class Custom(AlgorithmSection):
                 batch.rewards_B, batch.group_index_B, normalize_std=True, episode_index_B=episodes_B
             )
         advantages = load_function("algorithm.advantages", self.advantages)(batch, **self.advantages_options)
+        if isinstance(advantages, toolbox.Tensor) and advantages.is_floating_point():
+            advantages = advantages.detach().cpu().float()
         sizes = len(batch.rewards_B), int(batch.num_tokens_B.sum())
         is_tensor = isinstance(advantages, toolbox.Tensor) and advantages.is_floating_point()
         has_size = is_tensor and advantages.dim() == 1 and len(advantages) in sizes
         if not has_size or not bool(advantages.isfinite().all()):
             expected = f"a float tensor of {sizes[0]} finite numbers, one per rollout, or of {sizes[1]}, one per token"
             raise _wrong_result("algorithm.advantages", self.advantages, advantages, expected)
-        return advantages.float()
+        return advantages
 
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
         from moerl.algorithms import toolbox

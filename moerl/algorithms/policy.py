@@ -2,7 +2,7 @@
 
 The trainer calls `PolicyObjective.compute_loss` once per microbatch and knows nothing else of an algorithm; the
 controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
-rank holds, B = rollouts of a batch.
+rank holds, B = rollouts of a batch, N = sampled tokens of a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PolicyRows:
     rollout_logprobs_T: Tensor
     """float32, as the engine reported them. No gradient."""
     advantages_T: Tensor
-    """float32; advantage of the row's rollout on trained rows, 0 on others."""
+    """float32; advantage of the row's token, or of its whole rollout, on trained rows, 0 on others."""
     loss_mask_T: Tensor
     """bool; True on tokens to train on."""
     entropy_T: Tensor

@@ -7,7 +7,7 @@ A token counts once it is an input: a sample of S tokens has S - 1 rows. Every f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -111,7 +111,7 @@ def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: 
     families = alone(len(texts))
     if options.share_prompts:
         families = find_text_families(texts, options.padding, _most_rows(num_rows, num_ranks, options))
-    return _pack(families, num_rows, texts.__getitem__, num_ranks, options, None)
+    return _pack(families, num_rows, texts.__getitem__, num_ranks, replace(options, scores=()), None)
 
 
 def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions) -> dict[str, float]:
@@ -172,7 +172,7 @@ def _pack(
         sequences: list[SequenceRows] = []
         for family in (families[i] for i in pack):
             sequences += family.sequences([rows_of(i) for i in family.members], len(sequences))
-        return build_microbatch(sequences, options.padding, spec)
+        return build_microbatch(sequences, options.padding, spec, options.scores)
 
     return [[build(pack) for pack in packs] for packs in _plan(sizes, costs, num_ranks, options)]
 

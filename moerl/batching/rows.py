@@ -188,7 +188,9 @@ def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
     return _plain_rows(sample.token_ids[:-1], sample.token_ids[1:], sample.loss_mask[1:], sample_index)
 
 
-def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: ModelSpec | None) -> Microbatch:
+def build_microbatch(
+    sequences: Sequence[SequenceRows], padding: Padding, spec: ModelSpec | None, scores: Sequence[str] = ()
+) -> Microbatch:
     """Returns one microbatch of the sequences in their order, padded; without sequences it has pad rows alone.
 
     Pad rows at the end of a sequence belong to it: positions go on, and the key is that of the sequence. Over the whole
@@ -197,6 +199,7 @@ def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: 
 
     Args:
         spec: the model whose routing is attached to every sequence; None if none is attached.
+        scores: names of the side scores that every sequence has.
     """
     lengths = [padding.padded(len(rows)) for rows in sequences]
     origins = [(rows.key, rows.first, rows.prefix) for rows in sequences]
@@ -225,7 +228,7 @@ def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: 
         truncated=fill("truncated", np.bool_, False),
         sample_index=sample_index,
         routed=fill("routed", np.bool_, True),
-        scores=fill.scores(),
+        scores={name: fill.score(name) for name in scores},
         expert_ids=None if spec is None else fill.expert_ids(spec),
         routing_checksums=None if spec is None else _checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
@@ -261,12 +264,11 @@ class _Filler:
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(each.ids for each in kept)]))
 
-    def scores(self) -> dict[str, NDArray[np.float32]]:
-        names = dict.fromkeys(name for rows in self.sequences for name in rows.scores)
-        found = {name: np.zeros(len(self.is_real), np.float32) for name in names}
-        for name, out in found.items():
+    def score(self, name: str) -> NDArray[np.float32]:
+        out = np.zeros(len(self.is_real), np.float32)
+        if self.sequences:
             out[self.is_real] = np.concatenate([rows.scores[name] for rows in self.sequences])
-        return found
+        return out
 
     def _write(self, out: NDArray[Any], name: str) -> NDArray[Any]:
         if self.sequences:

@@ -58,7 +58,7 @@ class Simulated:
     step_seconds: float
     """Mean seconds of a step."""
     tokens_per_second: float
-    """Trained tokens."""
+    """Trained tokens in a second."""
     trainer_waits: float
     """Share of time in which the trainer has no batch."""
     engines_wait: float

@@ -12,7 +12,7 @@ def check_rollout(config: RunConfig) -> None:
     _check_buffer(config)
     _check_precision(config)
     _check_dumps(config)
-    if config.algorithm.needs and config.has_engine:
+    if config.algorithm.needs and config.has_engine and config.command == "train":
         raise ConfigError(
             "algorithm.scores: no engine scores tokens",
             seen=f"{', '.join(config.algorithm.needs)} with rollout={config.rollout.engine}",

@@ -43,6 +43,8 @@ class Start(Command):
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A numpy array."""
+
     dtype: Dtype
     """Name of the numpy dtype."""
     shape: tuple[int, ...]
@@ -101,8 +103,7 @@ class Build(Command):
     spec: ModelSpec
     """The model facts that engines and trainer agreed on."""
     receiver: ReceiverAddress | None = None
-    """Address of the engine's receiver, for senders that push weights there; None if they reach the engine in another
-    way, and without an engine."""
+    """Address to which senders push weights; None without an engine, or if they reach it in another way."""
 
 
 class Load(Command):
@@ -141,7 +142,7 @@ class Step(Command):
 
 class Trace(Command):
     microbatch: int
-    """Index of the microbatch to trace, from 0."""
+    """Index of the microbatch to trace, from 0, in the pass whose proof failed."""
 
 
 class Publish(Command):
@@ -170,6 +171,8 @@ class Resend(Command):
 
 
 class GiveBack(Command):
+    """Gives memory that an update alone needs back to the device, before servers take it."""
+
     stage: bool
     """True if the state for the next `Save` is copied first, while the weights are on the device."""
 
@@ -356,8 +359,7 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Reply of one rank to one command."""
 
     progress: tuple[int, int] | None = None
-    """Microbatches begun, and of how many, while the command goes on: such a reply is not the last. None in the
-    last."""
+    """Microbatches begun, and of how many, in replies while the command goes on; None in the last reply."""
     failure: Failure | None = None
     """The error that ended the command; None if it succeeded."""
     coordinates: RankCoordinates | None = None
@@ -383,8 +385,7 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(AnyCommand)
-_replies = msgspec.msgpack.Decoder(Reply)
+_commands, _replies = msgspec.msgpack.Decoder(AnyCommand), msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Command | Reply) -> bytes:

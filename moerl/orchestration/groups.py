@@ -159,8 +159,8 @@ class GroupSource:
                 raise self._error
 
     def _wait(self) -> None:
-        """Waits for the next change by a thread. Raises `WeightSyncError` if an engine that has to take weights has not
-        taken them after `weights.step_seconds`."""
+        """Waits for the next change by a thread. Raises `WeightSyncError` if nothing changes for `weights.step_seconds`
+        while an engine has to take weights."""
         seconds = self._config.weights.step_seconds if self._awaits_engines else None
         if not self._state.wait(seconds):
             raise not_taken(self._config.weights.step_seconds)

@@ -318,11 +318,11 @@ def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) ->
     if algorithm.kl_in_reward:
         advantages_N = np.zeros(sum(counts), np.float32)
     else:
-        advantages = algorithm.compute_advantages(rewarded(trajectories, algorithm.needs)).float().numpy()
+        advantages = algorithm.compute_advantages(rewarded(trajectories, algorithm.needs)).numpy()
         advantages_N = np.repeat(advantages, counts) if len(advantages) == len(trajectories) else advantages
     samples: list[TrainSample] = []
-    for trajectory, own in zip(trajectories, np.split(advantages_N, np.cumsum(counts)[:-1]), strict=True):
+    for trajectory, end in zip(trajectories, np.cumsum(counts).tolist(), strict=True):
         advantages_S = np.zeros(len(trajectory), np.float32)
-        advantages_S[trajectory.sampled] = own
+        advantages_S[trajectory.sampled] = advantages_N[end - trajectory.num_sampled : end]
         samples.append(TrainSample(trajectory, advantages_S))
     return samples

@@ -92,7 +92,7 @@ def train_and_sync(
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder)
     engine, problems, before, shapes = None, [], {}, {}
-    if layout.is_main:
+    if layout.rank == 0:
         shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(case.endpoint, model=model, version=-1, shapes=shapes, dtype=case.dtype)
@@ -181,7 +181,7 @@ def train_and_sync_from_two_senders(
     publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     senders = RankSenders(RanksInTurn(cast(Any, NothingHeld())))
     engine, problems, said = None, [], []
-    if layout.is_main:
+    if layout.rank == 0:
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append

@@ -159,7 +159,7 @@ def test_plans_help_and_diagnoses_of_two_policies_need_no_extra(without_extras: 
 
 
 def test_a_command_names_the_extra_that_it_needs(without_extras: Done) -> None:
-    for command, extra in ((REACH["train"], "tasks"), (REACH["launch slurm"], "tasks"), (TORCH_FILE, "hf")):
+    for command, extra in ((REACH["train"], "train"), (REACH["launch slurm"], "tasks"), (TORCH_FILE, "hf")):
         status, _, errors = without_extras[command]
         assert status == 2, errors
         assert f"else pip install the wheel of moerl with its extra `{extra}`" in errors, errors

@@ -65,6 +65,7 @@ def test_a_where_that_begins_a_condition_is_found(text: str, found: list[tuple[i
         "where = np.where(a, b, c)\n",
         'names = ["where"]\n',
         '"""Returns it wherever it is, somewhere."""\n',
+        'x = f("a row "\n  "where it is")\n',
     ],
 )
 def test_a_where_that_names_a_place_passes(text: str, check_words: Any):
@@ -75,9 +76,10 @@ def test_a_public_field_without_a_docstring_is_found(check_words: Any):
     text = (
         'class A:\n    size: int\n    name: str = ""\n    """A name."""\n    _own: int = 0\n'
         '    kind: ClassVar[str] = ""\n'
-        '    key: int = Field(description="A key.")\nclass _B:\n    size: int\n'
+        '    key: int = Field(description="A key.")\n    other: int = Field(alias="description=")\n'
+        "class _B:\n    size: int\n"
     )
-    assert list(check_words.undescribed(text)) == [(2, "A.size")]
+    assert list(check_words.undescribed(text)) == [(2, "A.size"), (8, "A.other")]
 
 
 def test_conditions_and_fields_of_the_product_alone_are_checked(

@@ -209,7 +209,8 @@ def check_fits(survey: Survey, config: RunConfig, model: ModelDescription) -> No
             "algorithm.scores: the dump does not have these scores of tokens",
             seen=", ".join(sorted(survey.scores)) or "no scores",
             expected=", ".join(config.algorithm.needs),
-            remedy=f"write them into the dump as {SCORE}{missing[0]}, a number for each token (docs/data_contract.md)",
+            remedy=f"write a dump of moerl with a column {SCORE}{missing[0]}, a number for each token"
+            " (docs/one_half.md); dumps of other systems have no scores",
         )
     lost = survey.unusable.counts.total()
     if lost > config.quarantine.max_rate * (lost + survey.num_rollouts):

@@ -154,6 +154,19 @@ def test_advantages_may_be_one_per_sampled_token(own: Path) -> None:
     assert found.tolist() == [0.5] * 3 + [0.0] * 4 + [0.125] * 5 + [0.5] * 6 + [0.25] * 7 + [0.5] * 17
 
 
+def test_advantages_with_a_gradient_count_by_their_values(own: Path) -> None:
+    (own / "own.py").write_text("def advantages(batch):\n    return batch.rewards_B.double().requires_grad_() * 2\n")
+    found = custom(advantages="own:advantages").compute_advantages(BATCH)
+    assert (found.dtype, found.requires_grad, found[0].item()) == (torch.float32, False, 2.0)
+
+
+@pytest.mark.parametrize("names", [["teacher", "teacher"], [""], [str(i) for i in range(65)]])
+def test_names_of_scores_that_no_rollout_can_have_are_refused(names: list[str], own: Path) -> None:
+    (own / "own.py").write_text("def loss(rows): ...")
+    with pytest.raises(ConfigError, match=r"algorithm\.scores: .* expected: at most 64 different names"):
+        custom(scores=names).check(group_size=4, minibatches=1)
+
+
 def test_a_file_in_the_current_directory_does_not_take_the_place_of_a_library(own: Path) -> None:
     (own / "fractions.py").write_text("def gcd(rows): ...")
     with pytest.raises(ConfigError, match="defines no gcd"):

@@ -102,6 +102,15 @@ def test_scores_lie_on_the_rows_that_log_probs_lie_on_and_ranks_without_the_head
         assert not mine.scores["teacher"][~mine.loss_mask].any()
 
 
+def test_a_microbatch_of_pad_rows_alone_has_the_scores_of_all() -> None:
+    samples = [
+        replace(s, trajectory=replace(s.trajectory, scores={"teacher": s.advantages})) for s in make_samples([9])
+    ]
+    ranks = pack_for_ranks(samples, 2, PackOptions(64, scores=("teacher",)), replay=True)
+    assert [[list(batch.scores) for batch in rank] for rank in ranks] == [[["teacher"]], [["teacher"]]]
+    assert not ranks[1][0].scores["teacher"].any()
+
+
 def test_supervised_batches_travel_without_routing():
     sent = pack_text([TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], PackOptions(64, Padding(total=4)))
     (back,), _ = decode_batches(encode_batches(sent, {}), spec=SPEC)

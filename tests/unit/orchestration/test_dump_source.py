@@ -223,6 +223,13 @@ def foreign(**changes: Any) -> list[DumpedRollout]:
     ]
 
 
+def test_a_dump_of_others_has_no_scores(tmp_path: Path):
+    path = tmp_path / "others.parquet"
+    write_minimal(path, foreign())
+    with pytest.raises(ConfigError, match=r"algorithm\.scores: .*dumps of other systems have no scores"):
+        open_source(path, *SCORED, spec=FOREIGN)
+
+
 def test_the_minimal_schema_is_trained_as_it_says(tmp_path: Path):
     path, rollouts = tmp_path / "dump.parquet", foreign()
     write_minimal(path, rollouts)
