@@ -3,9 +3,10 @@
 
 A docstring begins with a verb or a noun: one that begins with a word of `FIRST_WORDS` is a riddle without its
 neighbours. A condition begins with "if"; "where" names a place, and follows a word of `BEFORE_WHERE`, in docstrings,
-comments and messages. Fields of public classes are described beside the field. A public class name of the product is
-defined in one module only, so that a search for it finds one class. Environment variables are read in the places of
-`READERS`, so that what a process takes from outside is known; exceptions stand in `EXCEPTIONS`, each with its reason.
+comments and messages of the product, and in pages for readers. Fields of public classes are described beside the
+field. A public class name of the product is defined in one module only, so that a search for it finds one class.
+Environment variables are read in the places of `READERS`, so that what a process takes from outside is known;
+exceptions stand in `EXCEPTIONS`, each with its reason.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDERS = ("moerl", "scripts", "bench", "tests", "examples")
+PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md")
+"""Patterns of the pages for readers."""
 FIRST_WORDS = frozenset({"what", "of", "where", "as", "which", "those", "whether"})
 # fmt: off
 BEFORE_WHERE = frozenset({
@@ -37,6 +40,7 @@ EXCEPTIONS = {
 }
 """Files that name the environment for another reason."""
 
+_ADVICE = 'say "if", or name the place'
 _NAMES = frozenset({"environ", "getenv", "environb", "putenv"})
 
 
@@ -57,7 +61,18 @@ def riddles(text: str) -> Iterator[tuple[int, str]]:
 
 def conditions(text: str) -> Iterator[tuple[int, str]]:
     """Yields the line of each "where" that begins a condition, and the words around it."""
-    for line, part in _prose(text):
+    return _conditions(_prose(text))
+
+
+def conditions_of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the same for a page in Markdown, without its fences, code between backticks and targets of links."""
+    for code in (r"(?ms)^\s*```.*?^\s*```\s*?$", r"(`+)(?:(?!\n\s*\n).)+?\1", r"(?<=\])\([^)]*\)"):
+        text = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    return _conditions([(1, text)])
+
+
+def _conditions(parts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    for line, part in parts:
         for match in re.finditer(r"(?i)(?:([^\s`*\"'(]+)[\s#]+)?\b(where)\b(?:\s+\S+){0,3}", part):
             if (match[1] or "").lower() not in BEFORE_WHERE and part.strip("'\"") != "where":
                 yield line + part.count("\n", 0, match.start(2)), " ".join(match[0].split())
@@ -135,7 +150,7 @@ def problems(root: Path) -> list[str]:
         found += [f"{path}:{line}: begins with '{word}': begin with a verb or a noun" for line, word in riddles(text)]
         if not path.startswith("moerl/"):
             continue
-        found += [f'{path}:{line}: "{words}": say "if", or name the place' for line, words in conditions(text)]
+        found += [f'{path}:{line}: "{words}": {_ADVICE}' for line, words in conditions(text)]
         found += [f"{path}:{line}: {name} has no docstring below it" for line, name in undescribed(text)]
         for line, name in classes(text):
             if (first := defined.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
@@ -147,6 +162,9 @@ def problems(root: Path) -> list[str]:
             excepted.add(path)
             continue
         found += [f"{path}:{line}: environment variables are read in {', '.join(READERS)}" for line in lines]
+    for file in sorted(file for pattern in PAGES for file in root.glob(pattern)):
+        path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+        found += [f'{path}:{line}: "{words}": {_ADVICE}' for line, words in conditions_of_page(text)]
     return found + [f"{path}: no longer needed; remove its exception" for path in sorted(set(EXCEPTIONS) - excepted)]
 
 

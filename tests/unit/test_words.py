@@ -95,6 +95,27 @@ def test_conditions_and_fields_of_the_product_alone_are_checked(
     ]
 
 
+def test_pages_of_the_root_docs_and_examples_are_checked_outside_of_code(
+    check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {})
+    texts = {
+        "README.md": "See [more](more.md#where-it-ends).\nIt stops where there is none.\n",
+        "docs/code.md": "```\nit where\n```\n\nThen:\n\n   ```bash\n   a where b\n   ```\n\n`a\nwhere b`: one. Where?\n",
+        "docs/a/good.md": "It prints the folder where others are, and ends if there is none.\n",
+        "examples/one/README.md": "# One\n\n- Fast, where possible.\n",
+        "other/README.md": "None where there is none.\n",
+    }
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert check_words.problems(tmp_path) == [
+        'README.md:2: "stops where there is none.": say "if", or name the place',
+        'docs/code.md:12: "one. Where": say "if", or name the place',
+        'examples/one/README.md:3: "Fast, where possible.": say "if", or name the place',
+    ]
+
+
 def test_a_public_class_name_of_two_modules_is_found_with_both_places(
     check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
