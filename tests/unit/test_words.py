@@ -101,7 +101,7 @@ def test_pages_of_the_root_docs_and_examples_are_checked_outside_of_code(
     monkeypatch.setattr(check_words, "EXCEPTIONS", {})
     texts = {
         "README.md": "See [more](more.md#where-it-ends).\nIt stops where there is none.\n",
-        "docs/code.md": "```\nit where\n```\n\nThen:\n\n   ```bash\n   a where b\n   ```\n\n`a\nwhere b`: one. Where?\n",
+        "docs/code.md": "```\nit where\n```\n\nSo:\n\n   ```bash\n   a where b\n   ```\n\n`a\nwhere b`: one. Where?\n",
         "docs/a/good.md": "It prints the folder where others are, and ends if there is none.\n",
         "examples/one/README.md": "# One\n\n- Fast, where possible.\n",
         "other/README.md": "None where there is none.\n",
