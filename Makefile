@@ -1,12 +1,12 @@
 # `make demo` and `make test` set everything up by themselves; `make setup` alone makes the environment (.venv).
 PYTHON ?=
-# uv or pip; empty: uv where it is there.
+# uv or pip; empty: uv if it is installed.
 INSTALLER ?=
 BIN := .venv/bin
 # Test processes, each with one thread: one more than cores, since tests of several processes wait for one another. Tests
 # that share an expensive set-up stay together.
 JOBS ?= $(shell expr $$(nproc) + 1)
-# What SGLang servers run on: cpu, or cuda where there are GPUs.
+# What SGLang servers run on: cpu, or cuda if there are GPUs.
 SGLANG_DEVICE ?= cpu
 # Their release (empty: the default one), and the folder of their environment, which holds one release.
 SGLANG_VERSION ?=
@@ -63,8 +63,8 @@ test-ray: setup
 test-sglang: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sglang and not slow" tests
 
-# Jobs of a SLURM that the tests start on loopback; where its packages are missing they are installed if we are root on
-# Debian or Ubuntu, and otherwise the tests are skipped with the reason. Minutes.
+# Jobs of a SLURM that the tests start on loopback; if its packages are missing, root on Debian or Ubuntu
+# installs them, and otherwise the tests are skipped with the reason. Minutes.
 test-slurm: setup
 	@command -v sbatch >/dev/null && command -v shellcheck >/dev/null || [ "$$(id -u)" != 0 ] || \
 	  apt-get install -y --no-install-recommends slurm-wlm munge shellcheck || true
@@ -79,12 +79,12 @@ test-transformer-engine: setup
 	@bash scripts/transformer_engine.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_transformer_engine.py
 
-# The environment of SGLang servers, beside our own; one of another device or version of the patches is renewed.
+# The environment of SGLang servers, apart from our own; one of another device or version of the patches is renewed.
 sglang: setup
 	$(BIN)/moerl sglang install --device $(SGLANG_DEVICE) --env "$(MOERL_SGLANG_ENV)" $(SGLANG_VERSION:%=--version %)
 
 # The extra `gpu`: Transformer Engine and flash attention, which are built against the torch that is installed. Needs CUDA's
-# compiler and headers, and takes up to an hour where there is no built wheel (docs/gpu_nodes.md).
+# compiler and headers, and takes up to an hour if there is no built wheel (docs/gpu_nodes.md).
 gpu: setup
 	$(BIN)/python -m pip install ninja psutil
 	MAX_JOBS=$(MAX_JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation --editable ".[gpu]"

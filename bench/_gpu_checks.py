@@ -48,7 +48,7 @@ class Check:
     needs_on_cuda: tuple[str, ...] = ()
     """More of them, on an NVIDIA device."""
     gib: float = 2.0
-    """Memory of the device that it may take, if it runs beside others."""
+    """Memory of the device that the check may use, if it runs side by side with others."""
     times: bool = False
     """Measures times, so that it runs alone."""
 
@@ -183,7 +183,7 @@ def keep(findings: Findings) -> None:
 
 
 def answer_at(path: Path) -> None:
-    """Tells `keep`, in the process of a check, where its parent looks for an answer."""
+    """Tells `keep`, in the process of a check, the place where its parent looks for an answer."""
     global _answer_path
     _answer_path = path
 
@@ -221,7 +221,7 @@ def _outcome(name: str, seconds: float, answer: dict[str, Any]) -> Outcome:
 
 
 def _problem(check: Check, status: int | None, answer: Path, lines: tuple[str, ...]) -> str:
-    """Why a process has no results; empty where it has. status: None where it was killed at its limit."""
+    """Returns why a process has no results; empty if it has some. status: None if it was killed at its limit."""
     if status is None:
         return f"not done within its {check.limit_seconds:g} s"
     if status < 0:

@@ -5,7 +5,7 @@ their gradients of `score_kept` against a dense masked log-softmax in float64, o
 kernels (*rare*) and once with every one as a column of a matrix product (*common*). All twice: the bits are the same.
 On a CPU Triton interprets the kernels.
 
-Errors are relative to the largest value, those of log-probs and entropies to the largest logit where that is more.
+Errors are relative to the largest value, those of log-probs and entropies to the largest logit if that is more.
 Shape legend: `moerl/kernels/__init__.py`; P = listed pairs.
 """
 
@@ -59,7 +59,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Inputs on the device, and rows on the host. keep_TV: bool; True where an id counts."""
+    """Inputs on the device, and rows on the host. keep_TV: bool; True if an id counts."""
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -230,7 +230,7 @@ def gradients(logprobs_T: Tensor, entropy_T: Tensor, leaves: tuple[Tensor, Tenso
 
 
 def difference(actual: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
-    """The largest, relative to the largest value or to `floor` where that is more; infinite where one is not a
+    """The largest, relative to the largest value or to `floor` if that is more; infinite if one is not a
     number."""
     largest = float((actual.double() - expected).abs().max() / max(floor, float(expected.abs().max())))
     return largest if largest == largest else float("inf")

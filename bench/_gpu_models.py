@@ -1,6 +1,6 @@
 """Models of the checks of `gpu_check.py`, and how far log-probs in bfloat16 may be apart.
 
-What rounds to bfloat16 is held against what transformers makes of the same rounding: the same weights, tokens and
+Results in bfloat16 are compared with those of transformers in bfloat16: the same weights, tokens and
 experts, once in bfloat16 and once in float32. Ours may be `APART_LIMIT` times as far from float32 on average as
 transformers in bfloat16 is; two correct implementations round in other places.
 """

@@ -2,7 +2,7 @@
 `gpu_check.py`.
 
 What replay and proof add to the time of a step is measured by the checks ``slice16`` and ``slice128``, which run alone;
-numbers of calls do not change if other checks run beside.
+numbers of calls do not change if other checks run at the same time.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Contestants, forward and backward of a mean over the same rows, in bfloat16, tem
 - *full*: `score_full`, over the full vocabulary in slabs;
 - *full KL*: `kl_full` to a reference of half the logits, in slabs; *dense KL*: the same from all logits in float32;
 - *Liger-Kernel* (`LigerFusedLinearCrossEntropyLoss`) and *cut-cross-entropy* (`linear_cross_entropy`), over the full
-  vocabulary as well: they know no masks. Said where they cannot be imported.
+  vocabulary as well: they know no masks. A line says so if they cannot be imported.
 
 Limits: the log-probs of *kept* in float32, and that all contestants over the full vocabulary have the same loss. Times
 of *kept* have goals on an H100 or H200, and *full* is to be no slower than cut-cross-entropy and to take no more
@@ -242,7 +242,7 @@ def plan_seconds(inputs: Inputs) -> float:
 
 
 def not_importable(module: str) -> str:
-    """Why; empty where a module can be imported."""
+    """Returns why a module cannot be imported; empty if it can."""
     try:
         importlib.import_module(module)
     except ImportError as error:

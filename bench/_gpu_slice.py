@@ -1,7 +1,7 @@
 """A training step of four layers of Qwen3-30B-A3B, with 128 experts and with the 16 of a rank of EP = 8. Two checks of
 `gpu_check.py`: utilisation, memory, calls, the profile, what replay and masks cost, a plain step in the same process.
 
-`bench/trainer_gpu.py` with few pairs; goals are held against the medians (`_gpu_goals.py`), not against intervals.
+`bench/trainer_gpu.py` with few pairs; goals are compared with the medians (`_gpu_goals.py`), not against intervals.
 """
 
 from __future__ import annotations

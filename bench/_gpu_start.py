@@ -27,7 +27,7 @@ STEPS = 2
 _FEW = ("sft.steps=3", f"rl.steps={STEPS}", "evaluation.dev_problems=16", "evaluation.heldout_problems=16")
 _SMALL = ("sft.batch_size=8", "sft.num_examples=64", "rl.prompts_per_step=2", "rl.group_size=2")
 RECIPES = {"tiny": (), "laptop": _FEW, "demo": _FEW}
-"""By name: settings beside those that are shipped. The steps of recipe=tiny are few already."""
+"""By name: settings in addition to those that are shipped. The steps of recipe=tiny are few already."""
 _SHOWN_LINES = 40
 _POLL_SECONDS = 0.1
 

@@ -20,7 +20,7 @@ from rich.table import Table
 class Result:
     """One claim and its measurement.
 
-    name: what was measured. value: the measurement, in `unit`. goal: the claim, for example ``<= 0.19``; empty where
+    name: what was measured. value: the measurement, in `unit`. goal: the claim, for example ``<= 0.19``; empty if
     the value is context only. holds: whether the claim was met. spread: largest minus smallest over repeats.
     """
 
@@ -70,7 +70,7 @@ def command_line() -> Result:
 
 
 def report(results: Sequence[Result], json_path: Path | None = None) -> None:
-    """Prints a table and, where asked, writes a JSON list of results."""
+    """Prints a table and, if asked, writes a JSON list of results."""
     table = Table()
     for heading in ("name", "value", "spread", "unit", "goal", "holds"):
         table.add_column(heading, justify="right" if heading in ("value", "spread") else "left")

@@ -3,7 +3,7 @@
 NCCL refuses two ranks on one device, and gloo sends nothing from a GPU. Here a collective copies its tensors to the
 host, is done there by gloo, and its results are copied back by whoever waits for it. `load` makes the groups of this
 process such ones; call it before `moerl.trainer.groups.start`. As NCCL, they take tensors of one kind of device only:
-of the GPU if there is one, which the ranks of a node share, else of the host, where their digits are gloo's.
+of the GPU if there is one, which the ranks of a node share, else of the host, with gloo's digits.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def make_step(
     mask: bool = True,
     prove: bool = True,
 ) -> Step:
-    """One optimizer step of GRPO over this rank's shares; replays routing where they have it."""
+    """One optimizer step of GRPO over this rank's shares; replays routing if they have it."""
     loss = policy_loss(trainer, batches, num_trained, mask=mask)
     enforce = batches[0].expert_ids is not None
     return lambda: trainer.step(batches, loss, enforce=enforce, prove=prove)

@@ -1,14 +1,14 @@
-"""The demo beside a program that keeps one of two cores busy, against the demo alone; and against what it was.
+"""The demo with a program that keeps one of two cores busy, against the demo alone; and by how threads wait.
 
 `python bench/busy_core.py [--quick] [--spins N ...] [--json FILE]`. Runs of `recipe=demo` with fewer steps and without
-evaluations, on two cores of the machine. In each run a loop on one of the cores comes and goes, so that steps alone and
-steps beside it are neighbours in time. The loop has a session of its own, as a program of another terminal has: Linux
+evaluations, on two cores of the machine. In each run a loop on one of the cores comes and goes, so that steps with and
+without it alternate. The loop has a session of its own, as a program of another terminal has: Linux
 shares cores among sessions first.
 
 Runs differ in how long threads that wait spin (GOMP_SPINCOUNT): as moerl has it (`moerl/machine/torch_start.py`); the
 baseline, 300,000 times as libgomp has it by itself; and the numbers of `--spins`. The baseline comes first and last;
 each other run is compared with the nearest one. Seconds of the demo are those of its 320 steps of the cold start and 40
-of reinforcement learning, by the means measured here; start and evaluations are left out. A step of the baseline beside
+of reinforcement learning, by the means measured here; start and evaluations are left out. A step of the baseline with
 the loop may take so long that a window ends before it does: it then counts as that long.
 
 About seven minutes on an idle machine, three with `--quick`.
@@ -63,7 +63,7 @@ FULL, QUICK = Plan(4, {"sft": 10, "rl": 4}), Plan(2, {"sft": 8, "rl": 3})
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds of steps by stage, alone (False) and beside the loop (True)."""
+    """Seconds of steps by stage, alone (False) and with the loop (True)."""
 
     seconds: dict[tuple[str, bool], list[float]] = field(default_factory=dict)
 

@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] | None 
     found = run_check(_DEVICE, asked.device)
     if found.findings is None:
         print(
-            f"error: no NVIDIA device to check: {found.reason}; run this where `nvidia-smi` lists one and torch is"
-            " built for CUDA, or try the checks on a CPU: scripts/gpu_check.sh --device cpu",
+            f"error: no NVIDIA device to check: {found.reason}; run this on a machine where `nvidia-smi` lists one and"
+            " torch is built for CUDA, or try the checks on a CPU: scripts/gpu_check.sh --device cpu",
             file=sys.stderr,
         )
         return 2

@@ -3,7 +3,7 @@
 `python bench/kept_ingest.py [--json FILE]`. T = 8,192 rows, realistic and flat sizes, on one CPU thread. Ours reads the
 sizes and the byte planes of ids and builds `KeptRows`, checks included. The loops build the same four tensors and check
 nothing: *per-row decode* reads each row from the same bytes, *per-row tensors* is given the rows decoded already. They
-run in turns, in pairs; a speed-up is the median over pairs, of CPU time of the process where it decides.
+run in turns, in pairs; a speed-up is the median over pairs, of CPU time of the process if that decides.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Contestants, on the same hidden states, head, targets, temperatures and kept set
 - *chunked*: `score_full`, masks off.
 
 At T of 32,768 only *kept* runs; what *dense masked* would take there is worked out from its measured bytes per logit.
-Where a listed id is common enough for a matrix product with all rows is measured too.
+How common a listed id must be to pay for a matrix product with all rows is measured, too.
 
 They run in turns. A speed-up is the median over turns, by CPU time of the process: one thread that never waits takes as
 much wall time on an idle machine. Peak memory counts tensors made by the pass; the head's gradient, which all make, is
@@ -138,7 +138,7 @@ def measure(num_rows: int, weight_VH: Tensor) -> list[Result]:
         results.append(
             Result("kept against dense masked: largest difference", difference, "<= 1e-05", difference <= 1e-5)
         )
-    # Each loads its code with its first pass; that of the dense ones is small beside their work.
+    # Each loads its code with its first pass; that of the dense ones is small next to their work.
     contestants["kept, realistic"]()
     passes: dict[str, list[Pass]] = {name: [] for name in contestants}
     for _ in range(TURNS_BY_ROWS[num_rows]):

@@ -1,7 +1,7 @@
 """Optimizer state in host memory against a resident one: digits, memory and time of an update; weights that rest.
 
 `python bench/offload.py [--json FILE]`. On a CPU host and device are the same memory, so that a tiny model shows the
-work of the copies alone; what they cost beside PCIe shows the check ``offload`` of `scripts/gpu_check.sh`.
+work of the copies alone; the check ``offload`` of `scripts/gpu_check.sh` measures their cost over PCIe.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `python bench/packing.py [--json FILE]`. Lengths are log-normal with a mean of about 4K rows and a 99th percentile of
 32K, gathered to 0.985 of what the microbatches hold; operations are those of Qwen3-30B-A3B, attention included. The
-baseline gives sequences to ranks by their rows alone, packs each rank's first-fit, and halves packs where a rank has
+baseline gives sequences to ranks by their rows alone, packs each rank's first-fit, and halves packs if a rank has
 fewer microbatches than another. Torch-free, one process.
 """
 

@@ -1,11 +1,11 @@
 """Samples that are trained per second of CPU time, against TRL's GRPOTrainer, in turns.
 
 `python bench/peers.py MODEL [--steps N] [--json FILE]`, with the directory of the model that both begin with, for
-example the `cold_start` of a laptop run. TRL is no dependency of moerl: install it beside (`pip install trl`) first.
+example the `cold_start` of a laptop run. TRL is no dependency of moerl: install it too (`pip install trl`).
 Both do GRPO on the laptop's recipe: its prompts, rewards, sampling and batches of 24 prompts x 8 responses, one CPU
 thread each. moerl samples with its own precision of the recipe, keeps routing and sampling masks, and proves the replay
 at every step; TRL trains and samples in float32, as it is shipped. What moerl measures now and then and TRL does not
-is left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run beside. The CPU
+is left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run. The CPU
 time is that of the process and of all that it started.
 """
 
@@ -141,7 +141,7 @@ WORKERS: dict[str, Callable[[str, str], None]] = {"moerl": moerl_worker, "trl": 
 
 
 class Peer:
-    """One trainer in a process of its own, which takes a step when it is told to."""
+    """One trainer in a process of its own, which does one step for each command."""
 
     def __init__(self, name: str, model: Path, folder: Path) -> None:
         self.name = name

@@ -49,7 +49,7 @@ MAX_ANSWER_BYTES = 1 << 28
 
 
 def write_model(folder: Path) -> ModelSpec:
-    """A random model that is wide where answers are, and narrow elsewhere."""
+    """A random model with wide distributions in answers, and narrow ones elsewhere."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=32_768,

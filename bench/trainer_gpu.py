@@ -71,7 +71,7 @@ class Workload:
     steps: int = 5
     """Steps that are timed by themselves."""
     plain_gib: float = 0.0
-    """Least memory of the GPU for a plain trainer beside ours."""
+    """Least memory of the GPU for a plain trainer in addition to ours."""
 
 
 SLICES = {

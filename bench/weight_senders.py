@@ -10,7 +10,7 @@ Run: python bench/weight_senders.py [--json FILE]
 """
 
 # pyright: reportAttributeAccessIssue=false
-# `weight_sync` is the file beside this one; pyright looks into tests/ first, where there is one of that name.
+# `weight_sync` is the file next to this one; pyright looks into tests/ first, which has a module of that name.
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def engine(address: tuple[str, int]) -> None:
 
 
 def read(link: socket.socket, into: memoryview) -> memoryview:
-    """Fills `into`; with zeros where the other side is gone."""
+    """Fills `into`; with zeros if the other side is gone."""
     done = 0
     while done < len(into):
         count = link.recv_into(into[done:])

@@ -94,7 +94,7 @@ def sample_trajectory(
 
 
 def json_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The arrays of the baseline, integers as int32; held ready, so that the baseline pays for no conversion."""
+    """The arrays of the baseline, integers as int32; made in advance, so that the baseline pays for no conversion."""
     arrays = {
         "token_ids": trajectory.token_ids,
         "rollout_logprobs": trajectory.rollout_logprobs,

@@ -3,7 +3,7 @@
 
 A docstring begins with a verb or a noun: one that begins with a word of `FIRST_WORDS` is a riddle without its
 neighbours. A condition begins with "if"; "where" names a place, and follows a word of `BEFORE_WHERE`, in docstrings,
-comments and messages of the product, and in pages for readers. Fields of public classes are described beside the
+comments and messages of the product, and in pages for readers. Fields of public classes are described below the
 field. A public class name of the product is defined in one module only, so that a search for it finds one class.
 Environment variables are read in the places of `READERS`, so that what a process takes from outside is known;
 exceptions stand in `EXCEPTIONS`, each with its reason.

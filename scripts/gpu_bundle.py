@@ -1,7 +1,7 @@
 """Packs what `scripts/gpu_check.sh` needs for a GPU machine without a package index:
 
-``scripts/gpu_check.sh --bundle FOLDER --wheel WHEEL [--have NAME ...]``. Runs where there is an index and `make setup`
-has run, on the Python version and system of the other machine. Writes FOLDER/site.tar.xz, one folder of packages:
+``scripts/gpu_check.sh --bundle FOLDER --wheel WHEEL [--have NAME ...]``. Runs on a machine with an index, after
+`make setup`, with the Python version and system of the other machine. Writes FOLDER/site.tar.xz, one folder of packages:
 
 - what moerl and megatron-bridge depend on, copied from this environment, in the locked versions;
 - the packages of requirements/gpu.lock: Transformer Engine and its kernels, of which those of sm_90 (H100, H200) are
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bundle", type=Path, required=True, metavar="FOLDER", help="where site.tar.xz is written")
+    parser.add_argument("--bundle", type=Path, required=True, metavar="FOLDER", help="folder of site.tar.xz")
     parser.add_argument("--wheel", type=Path, required=True, help="of transformer_engine_torch")
     parser.add_argument("--have", nargs="+", default=[], metavar="NAME", help="packages of the GPU machine")
     asked = parser.parse_args(arguments)

@@ -2,9 +2,9 @@
 
     python scripts/keep_routing_study.py --runs runs/keep_routing --json study.json --plots docs/images
 
-Per seed: a cold start, then `moerl train recipe=keep_routing_study` for each arm, all from it. What is in `--runs`
-already is used again, and numbers and figures are of what is there, so a study that was cut off goes on or is shown as
-it is (`--show`). Each part of the arms is done for every seed before the next. Keys of `moerl train` given
+Per seed: a cold start, then `moerl train recipe=keep_routing_study` for each arm, all from it. Finished
+runs in `--runs` are used again, and numbers and figures are of finished runs, so a study that was cut off goes on or is
+shown as it is (`--show`). Each part of the arms is done for every seed before the next. Keys of `moerl train` given
 first hold for all runs.
 """
 
@@ -53,7 +53,7 @@ SERIES = {
 WINDOW = 5
 """Steps that a point of a curve of sampled accuracy is the mean of."""
 COLLAPSED = 0.75
-"""A run collapsed where its sampled accuracy ends below this share of the best that it had, both over `WINDOW`."""
+"""A run collapsed if its sampled accuracy ends below this share of its best value, both over `WINDOW`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ def draw_noise_and_age(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def draw_corrections(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """The corrections where noise and staleness are largest."""
+    """The corrections at the largest noise and staleness."""
     titles = {"none": "no correction", "TIS": "TIS", "IcePop": "IcePop"}
     _draw(
         found,

@@ -154,7 +154,7 @@ def distance(
     used: Sequence[Microbatch],
     rows: Sequence[RowScores],
 ) -> Distance:
-    """One scoring beside the engine. used: the batches with the routing that was enforced or recorded."""
+    """One scoring, compared with the engine. used: the batches with the routing that was enforced or recorded."""
     differing_TL = np.concatenate([_differing(b, u)[b.routed] for b, u in zip(batches, used, strict=True)])
     routed = [torch.from_numpy(batch.routed.copy()) for batch in batches]
     own = [

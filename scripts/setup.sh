@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment in .venv from requirements/*.lock, every download checked against its hash. Run by `make setup`.
-# PYTHON=/path/to/python3.12 names the interpreter; otherwise the first 3.12 that really runs is taken.
-# INSTALLER=uv|pip chooses; otherwise uv where it is there, else pip.
+# PYTHON=/path/to/python3.12 names the interpreter; otherwise the first 3.12 that runs.
+# INSTALLER=uv|pip chooses; otherwise uv if it is installed, else pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -50,7 +50,7 @@ install_with_pip() {
     .venv/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --no-compile "$@"
 }
 
-# install WHAT ARGUMENT...: installs, with its output in the log, and says how far it is.
+# install WHAT ARGUMENT...: installs, with its output in the log, and prints its progress.
 install() {
     local what=$1 began=$SECONDS said=$SECONDS pause=15 pid
     shift
@@ -90,7 +90,7 @@ echo "setup: $("$python" --version) at $python, $installer; about 5 GB into .ven
 install "build backends" --require-hashes -r requirements/build.lock
 install "all packages" --require-hashes -r requirements/run.lock
 install "moerl" --editable .
-# Leaves the bytecode of what a run imports, also where the environment tells processes to write none: without it every
+# Leaves the bytecode of what a run imports, even if the environment forbids it: without bytecode every
 # process would compile thousands of files again.
 WARM_UP='import hydra, matplotlib.pyplot, mpl_toolkits.mplot3d, numba, pandas, pytest, reasoning_gym, tensorboard
 import moerl.orchestration.commands, moerl.orchestration.verify, moerl.ranks.start, moerl.rollout.beside.served

@@ -1,4 +1,4 @@
-"""Takes the patches of one SGLang release to another one. Needs git and pip; no server is started.
+"""Rebases the patches of one SGLang release onto another one. Needs git and pip; no server is started.
 
 `begin` puts both releases into a git repository, the patches of the older one as commits on it, and rebases them.
 `write` writes the rebased commits as patches of the newer one. docs/sglang.md has the whole routine.
@@ -24,7 +24,7 @@ _CONFIG = {"user.name": "moerl", "user.email": "moerl@localhost", "core.autocrlf
 
 
 def begin(old: str, new: str, folder: Path) -> int:
-    """Makes the repository in `folder` and starts the rebase. The status of `git rebase`: 1 where patches conflict."""
+    """Makes the repository in `folder` and starts the rebase. The status of `git rebase`: 1 if patches conflict."""
     _wheel(old, folder)
     _wheel(new, folder)
     repository = folder / "repository"

@@ -2,7 +2,7 @@
 
     python scripts/staleness_curves.py runs/sync-1 runs/sync-2 runs/beside-1 runs/beside-2 --plot staleness.png
 
-Runs are told apart by their `buffer.max_staleness`; all have equally many steps.
+`buffer.max_staleness` distinguishes the runs; all have equally many steps.
 """
 
 from __future__ import annotations

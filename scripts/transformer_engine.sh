@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Python code of Transformer Engine, without its kernels, into build/transformer_engine, every download checked
-# against its hash. Nothing is done where it is there. Run by `make test-transformer-engine`.
+# against its hash. Does nothing if it is installed. Run by `make test-transformer-engine`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 LOCK=requirements/transformer_engine.lock

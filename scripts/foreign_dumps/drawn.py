@@ -39,7 +39,7 @@ class Answer:
 class Conversation:
     """S tokens: a prompt, an answer, and for further answers the tokens of a tool before each.
 
-    expert_ids: [S-1, NUM_LAYERS, EXPERTS_PER_TOKEN]. trainer_logprobs: S, zeros where nothing was sampled.
+    expert_ids: [S-1, NUM_LAYERS, EXPERTS_PER_TOKEN]. trainer_logprobs: S, zeros if not sampled.
     """
 
     prompt: list[int]

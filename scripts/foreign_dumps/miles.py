@@ -62,6 +62,6 @@ async def _sample(kind: Any, args: Any, conversation: Conversation, index: int) 
 
 
 def _add_tool(tools: Any, sample: Any, tokens: list[int]) -> None:
-    """The tokens are drawn, not those of a template, so its own function gets them where it would ask the template."""
+    """The tokens are drawn, not those of a template, so its own function gets them in place of the template's."""
     tools.tokenize_tool_responses = lambda *_, **__: list(tokens)
     tools.update_sample_with_tool_responses(sample, [], tokenizer=SimpleNamespace(decode=lambda _: " tool "))

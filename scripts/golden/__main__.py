@@ -4,8 +4,8 @@
     python -m scripts.golden verl trl           those of these packages
     python -m scripts.golden --store verl       stores them
 
-Each package goes into a folder of its own, without what it depends on. Ends with 1 where a number differs, and with 3
-where a package could not be had.
+Each package goes into a folder of its own, without its dependencies. Ends with 1 if a number differs, and with 3
+if a package could not be installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
     parser.add_argument("--store", action="store_true", help="write to tests/golden/ instead of comparing")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "golden", help="where packages are installed")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "golden", help="folder for packages")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.packages) - set(PACKAGES):

@@ -16,7 +16,7 @@ TOKENS, LONGEST = 8, 12
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """N sequences of T tokens, with values also where nothing is trained.
+    """N sequences of T tokens, with values for untrained tokens, too.
 
     trainer_NT, proximal_NT, rollout_NT: log-probs below 0, apart by 0.3; some are far apart. mask_NT: bool; ends of
     sequences and single tokens inside are False, and every sequence has a token. advantages_N, rewards_N: of both
@@ -86,6 +86,6 @@ def plain(values: Tensor) -> list[Any]:
 
 
 def loss_and_gradient(loss: Tensor, leaf_NT: Tensor, mask_NT: Tensor) -> dict[str, Any]:
-    """A loss and its gradient with respect to the trainer's log-probs; 0 where nothing is trained."""
+    """A loss and its gradient with respect to the trainer's log-probs; 0 for untrained tokens."""
     (gradient_NT,) = torch.autograd.grad(loss, leaf_NT)
     return {"loss": float(loss.detach()), "gradient": plain(torch.where(mask_NT, gradient_NT, 0.0))}

@@ -250,7 +250,7 @@ def test_without_a_device_the_script_ends_with_2_and_says_so(tmp_path: Path) -> 
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: no NVIDIA device to check: torch ")
-    assert "run this where `nvidia-smi` lists one" in line
+    assert "run this on a machine where `nvidia-smi` lists one" in line
     assert not list(tmp_path.iterdir())
 
 
