@@ -1,7 +1,7 @@
 """One rank of NCCL (gloo on a CPU): collectives, and a weight update as far as one goes. A check of `gpu_check.py`.
 
 A rank of the trainer starts its process group and Megatron's, as in a run, and calls the collectives that runs use. It
-then publishes random weights by a plan: gathered into buckets on the device, loaded by an embedded engine on the device,
+then publishes random weights by a plan: gathered into buckets on the device, loaded by an embedded engine there,
 checksums of both sides compared; a sink gets the bits that a publication on the CPU gives. Last, the sender's end of
 the process group that it shares with servers is formed and a bucket is broadcast in it: with NCCL alone, because gloo
 passes buckets on from rank to rank. What several ranks send one another, and what a server receives, is not run.

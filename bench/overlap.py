@@ -4,7 +4,7 @@
 with the directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine
 with two idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in
 turns; or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=4
-weights.every=3` and room for 384 responses at a time, with updates that interrupt unfinished responses. Evaluation and the
+weights.every=3` and room for 384 responses at a time, with updates that interrupt responses. Evaluation and the
 mismatch with nothing kept are left out. So are the steps in which slots are filled at the start of a run, and those at
 its end, when there is no more to dispatch: engines that do nothing any more would not slow the trainer down.
 

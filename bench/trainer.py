@@ -6,7 +6,7 @@ no work between experts. All layouts share the cores of one machine: with more p
 show what a layout costs, not how it scales.
 
 Pairs alternate in one process in the order ABBA; a ratio is the median over pairs, its spread the width of the 95%
-bootstrap interval, and a goal is compared with the upper end of that, in CPU time: one thread that never waits, so other
+bootstrap interval, and a goal is compared with its upper end, in CPU time: one thread that never waits, so other
 load of the machine counts less. Wall time is listed, too. Baselines: the same step with sequences padded to the
 longest of their microbatch (same row budget), with routers that choose for themselves and batches without routing
 rows, with Keep Routing unproved, and with scores over the full vocabulary.

@@ -1,7 +1,7 @@
 """Packs what `scripts/gpu_check.sh` needs for a GPU machine without a package index:
 
 ``scripts/gpu_check.sh --bundle FOLDER --wheel WHEEL [--have NAME ...]``. Runs on a machine with an index, after
-`make setup`, with the Python version and system of the other machine. Writes FOLDER/site.tar.xz, one folder of packages:
+`make setup`, with the other machine's Python version and system. Writes FOLDER/site.tar.xz, one folder of packages:
 
 - what moerl and megatron-bridge depend on, copied from this environment, in the locked versions;
 - the packages of requirements/gpu.lock: Transformer Engine and its kernels, of which those of sm_90 (H100, H200) are
