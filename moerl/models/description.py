@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.models.family import Family, QKNorm
@@ -101,11 +100,6 @@ class ModelDescription:
     def where(self, name: str) -> str:
         """Returns the name of a size for messages."""
         return f"{self.origin}.{name}" if self.folder is None else f"{name} of {self.origin}"
-
-    def moe_layers_of_stage(self, dims: ParallelDims, stage: int) -> tuple[int, ...]:
-        """Returns the MoE layers of a pipeline stage: indices among the model's MoE layers, from 0."""
-        held = set(dims.layers_of_stage(self.num_layers, stage))
-        return tuple(index for index, layer in enumerate(self.moe_layers) if layer in held)
 
     def with_vocabulary(self, num_ids: int) -> ModelDescription:
         """Returns the description with a tokenizer of `num_ids` ids: ids that the tokenizer lacks are never sampled."""

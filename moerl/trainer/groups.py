@@ -157,13 +157,6 @@ def pipeline_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
 
 
-def data_group() -> dist.ProcessGroup:
-    """Returns this rank's data-parallel group."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_data_parallel_group())
-
-
 def data_and_context_group() -> dist.ProcessGroup:
     """Returns the group of the ranks that have the same parameters outside of the experts, and different rows."""
     from megatron.core import parallel_state as mpu

@@ -43,10 +43,6 @@ class DeviceMemory:
     def num_bytes(self) -> int:
         return sum(self._sizes)
 
-    @property
-    def is_there(self) -> bool:
-        return self._is_there
-
     def give_back(self) -> None:
         """Frees the memory; values that are kept are in host memory when this returns."""
         if not self._is_there:

@@ -114,7 +114,6 @@ class BucketSender:
         self.checksums: dict[str, int | None] = {}
         self.num_tensors = 0
         self.num_bytes = 0
-        self.wait_seconds = 0.0
         self.send_seconds = 0.0
         self.end_seconds = 0.0
 
@@ -139,12 +138,10 @@ class BucketSender:
 
     def settle(self, at_most: int) -> BaseException | None:
         """Waits until the sink has at most so many buckets left to receive; returns its first error, or None."""
-        start = time.perf_counter()
         problem = None
         while problem is None and len(self._sent) - self._num_settled > at_most:
             problem = self._thread.wait(self._sent[self._num_settled])
             self._num_settled += int(problem is None)
-        self.wait_seconds += time.perf_counter() - start
         return problem
 
     def end(self) -> BaseException | None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from families import FAMILIES
 
-from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.models import families
 from moerl.models.description import LatentAttention, describe
@@ -172,10 +171,3 @@ def test_sizes_and_spec_are_read_from_one_config_once():
     )
     assert model.with_vocabulary(1000).spec.vocab_size == 1000
     assert model.with_vocabulary(200_000).spec.vocab_size == model.vocab_size == 129280
-
-
-def test_the_moe_layers_of_a_stage_are_counted_among_those_of_the_model():
-    model = describe(DEEPSEEK_V3, "config.json")
-    stages = [model.moe_layers_of_stage(ParallelDims(pipeline=4), stage) for stage in range(4)]
-    assert [len(stage) for stage in stages] == [12, 15, 16, 15]
-    assert sum(stages, ()) == tuple(range(58))
