@@ -63,7 +63,7 @@ class DumpSource:
         self._config, self._model, self._quarantine, self._say = config, model, quarantine, say
         self._path, self._sampling = config.rollout.path, sampling_params(config.rollout, seed=0)
         self.limits, self.metrics = config.queue_limits(), dict[str, float]()
-        self._survey = survey(self._path, model, load_torch)
+        self._survey = survey(self._path, model, load_torch, say)
         check_fits(self._survey, config, model)
         self._batches = batches(self._survey, config)
         self._done, self.ledger, self._lengths = 0, Ledger(), Lengths()

@@ -5,7 +5,7 @@ Only a few columns are read of dumps of moerl, of others everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -103,18 +103,21 @@ class Survey:
             seen.add((group.step, group.name))
 
 
-def survey(path: Path, model: ModelDescription, load: TorchFile | None = None) -> Survey:
+def survey(
+    path: Path, model: ModelDescription, load: TorchFile | None = None, say: Callable[[str], None] | None = None
+) -> Survey:
     """Looks over a dump.
 
     Args:
         model: selects its MoE layers if a dump has routes of all layers.
         load: reads files of torch.save.
+        say: called with a line for each directory of which files are left out.
 
     Raises:
         ConfigError: there is no dump, it cannot be read, or its rollouts are in no order that can be trained.
     """
     files = own_files(path)
-    found = Survey(own.FORMAT) if files else _survey_others(path, model, load)
+    found = Survey(own.FORMAT) if files else _survey_others(path, model, load, say)
     names: set[str] = set()
     for file in files:
         rows = columns(file, _COLUMNS)
@@ -228,8 +231,12 @@ def describe_unusable(unusable: Unusable) -> str:
     return "; ".join(f"{count} {why} ({unusable.examples[why]})" for why, count in unusable.counts.items())
 
 
-def _survey_others(path: Path, model: ModelDescription, load: TorchFile | None) -> Survey:
-    dumps = open_dumps([path], moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load)
+def _survey_others(
+    path: Path, model: ModelDescription, load: TorchFile | None, say: Callable[[str], None] | None
+) -> Survey:
+    dumps = open_dumps(
+        [path], moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load, say=say
+    )
     found = Survey(dumps[0].format)
     for dump in dumps:
         for rollout in dump.rollouts:

@@ -223,6 +223,17 @@ def foreign(**changes: Any) -> list[DumpedRollout]:
     ]
 
 
+def test_files_of_a_directory_that_are_left_out_are_said(tmp_path: Path):
+    folder, said = tmp_path / "rollouts", list[str]()
+    folder.mkdir()
+    for name in ("1.pt", "eval_1.pt"):
+        write_slime(folder / name, foreign())
+    open_source(folder, spec=FOREIGN, said=said)
+    assert [line for line in said if "left out" in line] == [
+        f"{folder}: left out: 1 file of evaluations (eval_1.pt), read if named"
+    ]
+
+
 def test_a_dump_of_others_has_no_scores(tmp_path: Path):
     path = tmp_path / "others.parquet"
     write_minimal(path, foreign())
