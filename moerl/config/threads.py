@@ -6,7 +6,7 @@ embedded engine in its own process works while the trainer does, but not during 
 
 from __future__ import annotations
 
-from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.trainer import Stage
 
@@ -23,6 +23,17 @@ def rank_threads(config: RunConfig, stage: Stage) -> int:
     if stage == "rl" and _engine_is_beside(config):
         left -= engine_threads(config)
     return max(1, left // config.parallel.world_size)
+
+
+def cluster_cpus(config: RunConfig) -> int:
+    """Returns the CPUs that the actors of a run ask of a Ray cluster without GPUs: those of ranks, and those of the
+    engine, or of its servers."""
+    rollout, ranks = config.rollout, rank_threads(config, "sft") * config.parallel.world_size
+    if isinstance(rollout, SGLangRolloutConfig):
+        return ranks + rollout.own_devices
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
+        return ranks + engine_threads(config)
+    return ranks
 
 
 def _engine_is_beside(config: RunConfig) -> bool:

@@ -18,6 +18,7 @@ from moerl.config.run_memory import (
 )
 from moerl.config.schema import RunConfig
 from moerl.config.server_layout import check_nodes_of_servers
+from moerl.config.threads import cluster_cpus
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note
@@ -44,11 +45,24 @@ def look_at_devices(facts: Facts) -> str | Note:
             )
         check_for_gpus(config)
         return f"{gpus} GPUs for {text}"
+    if config.launch.on == "ray" and facts.door == "dry run" and facts.num_cores is not None:
+        _check_cores_of_cluster(cluster_cpus(config), facts.num_cores)
     if facts.num_cores is not None and needed > facts.num_cores:
         return Note(
             f"{facts.num_cores} cores for {text}", f"{needed} cores", "take fewer ranks, or a machine with more cores"
         )
     return f"{text}, on CPUs"
+
+
+def _check_cores_of_cluster(asked: int, num_cores: int) -> None:
+    """Raises `ConfigError` if actors would wait for cores for ever: a cluster of Ray gives each core to one of them."""
+    if asked > num_cores:
+        raise ConfigError(
+            "launch.on=ray: ranks and engines ask for more cores than the job's nodes give Ray",
+            seen=f"{num_cores} cores (cpus_per_node of the site file, times nodes)",
+            expected=f"at least {asked} cores",
+            remedy="raise cpus_per_node, take more nodes, or lower num_threads, parallel or rollout.servers",
+        )
 
 
 def look_at_nodes(facts: Facts) -> str:

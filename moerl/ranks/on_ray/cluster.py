@@ -19,9 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moerl.config.placement import forget_token
-from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.threads import engine_threads, rank_threads
+from moerl.config.threads import cluster_cpus, rank_threads
 from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.processes.spared import sparing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
@@ -45,14 +44,14 @@ class Cluster:
     def __init__(self, config: RunConfig) -> None:
         self._folder: str | None = None
         self._groups: list[Any] = []
-        launch, size = config.launch, config.parallel.world_size
+        launch = config.launch
         self._cpus = rank_threads(config, "sft")
         options: dict[str, Any] = {"address": launch.address}
         if launch.address is None:
             self._folder = _short_folder()
             options = {
                 "address": "local",
-                "num_cpus": self._cpus * size + _cpus_of_engines(config),
+                "num_cpus": cluster_cpus(config),
                 "include_dashboard": False,
                 "_temp_dir": self._folder,
             }
@@ -110,16 +109,6 @@ class Cluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _cpus_of_engines(config: RunConfig) -> int:
-    """Returns how many CPUs the actors of the run's engines ask for, if the engines are on CPUs."""
-    rollout = config.rollout
-    if isinstance(rollout, SGLangRolloutConfig):
-        return rollout.servers * rollout.tensor
-    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
-        return engine_threads(config)
-    return 0
 
 
 def _knock(address: str) -> None:
