@@ -129,7 +129,7 @@ def test_a_reward_says_whether_it_is_0_because_it_could_not_look_at_the_response
 def test_a_program_that_could_not_be_scored_has_all_names_of_one_that_was(make: Make):
     # Its tests together take longer than the reward may.
     prompt = Prompt("a:1", "", {"tests": [{"input": "", "output": ""}] * 3})
-    scorer = make("code", program_seconds=2.0, timeout_seconds=4.0)
+    scorer = make("code", partial=True, program_seconds=2.0, timeout_seconds=4.0)
     scored, unscored = (scorer.score(prompt, "a:1", text) for text in ("1", "while True: pass"))
     assert scored.result()["it.passed"] == 1.0
     assert unscored.result() == {**dict.fromkeys(scored.result(), 0.0), "it.unscored": 1.0}
