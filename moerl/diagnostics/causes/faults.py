@@ -20,6 +20,8 @@ CLEAN = 2.0
 """Times the floor, up to which the gap left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
 MOST_FLOOR = 0.1
 """Nats, above which rounding is too coarse to call anything sound. Models in bfloat16 have 0.002 to 0.03."""
+COARSE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0)
+"""Temperature factors of the first look."""
 ODD = 4.0
 """Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
 LEAST_TOKENS = 16

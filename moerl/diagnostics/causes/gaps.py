@@ -144,6 +144,17 @@ class Gaps:
             parts.append(np.where(np.isnan(said_T), 0.0, logprobs_T - said_T))
         return Differences(np.concatenate(parts), self.starts)
 
+    def means_by_factor(self, plan: Plan, factors: tuple[float, ...]) -> NDArray[np.float64]:
+        """Returns mean |d| of each rollout at each of these factors of its temperatures: float64 [factors, rollouts].
+        `factor` of the plan is ignored."""
+        means: list[NDArray[np.float64]] = []
+        scores = self.scores(plan, Question(factors=factors))
+        for assumption, scored, rollout in zip(plan, scores, self.repaired(plan), strict=True):
+            logprobs_TF = scored.kept_TF if assumption.kept == "listed" else scored.full_TF
+            d_TF = logprobs_TF - rollout.rollout_logprobs[rollout.sampled].astype(np.float64)[:, None]
+            means.append(np.abs(np.nan_to_num(d_TF)).mean(0))
+        return np.stack(means, 1)
+
     def own_ids(self, plan: Plan) -> list[NDArray[np.int16]]:
         """Returns what the model's routers choose by themselves, [S - 1, L, K] by rollout."""
         return [scored.own_ids for scored in self.scores([replace(each, routing="own") for each in plan])]

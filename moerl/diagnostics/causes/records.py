@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, ODD, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, ODD, Fault, Ground, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Plan, Repair
 from moerl.diagnostics.causes.route_faults import RouteFault, search_routes
 from moerl.diagnostics.causes.routes import POOR, Place, compare, jaccard
@@ -99,7 +99,7 @@ class _Search:
         faults = [self._fault(each) for each in found]
         after = changed(self.enforced, faults)
         judged_R = np.any([fault.of_R & each.is_judged for fault, each in zip(faults, found, strict=True)], axis=0)
-        helped_R = self.ground.helped(self.enforced, after, judged_R, part=0.0) if judged_R.any() else judged_R
+        helped_R = self._helped(after, judged_R) if judged_R.any() else judged_R
         faults = [_only(f, helped_R) if each.is_judged else f for f, each in zip(faults, found, strict=True)]
         named = np.any([fault.of_R for fault in faults], axis=0)
         before_R = self.ground.gaps.differences(self.plan()).means
@@ -111,6 +111,19 @@ class _Search:
         self.faults = [each for each in (_only(fault, ~nearer) for fault in self.faults) if each.of_R.any()]
         self.faults += [each for each in (_only(fault, nearer) for fault in faults) if each.of_R.any()]
         return bool((self.ground.odd(before_R) & nearer & (before_R - after_R > CLEAR_PART * before_R)).any())
+
+    def _helped(self, after: Plan, judged_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns the rollouts, of those judged, that the repairs of `after` help. Another temperature than the one
+        said hides that in single rollouts: if one fits clearly better, they are compared at it."""
+        helped_R = self.ground.helped(self.enforced, after, judged_R, part=0.0)
+        if not (judged_R & ~helped_R).any():
+            return helped_R
+        means_F = self.ground.gaps.means_by_factor(after, COARSE)[:, judged_R].mean(1)
+        best, said = int(means_F.argmin()), means_F[COARSE.index(1.0)]
+        if means_F[best] > (1.0 - CLEAR_PART) * said or best in (0, len(COARSE) - 1):
+            return helped_R
+        one, other = ([replace(each, factor=COARSE[best]) for each in plan] for plan in (self.enforced, after))
+        return helped_R | self.ground.helped(one, other, judged_R, part=0.0)
 
     def _fault(self, found: RouteFault) -> Fault:
         of_R = np.array([rollout.name in found.names for rollout in self.rollouts])

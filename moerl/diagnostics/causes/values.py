@@ -14,14 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, Fault, Ground, repairing
+from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, Fault, Ground, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Change, Gaps, Plan, Repair
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
-from moerl.diagnostics.scoring import Question
 
-COARSE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0)
-"""Temperature factors of the first look."""
 SAME_FACTOR = 0.03
 """A factor within this of 1 is no other temperature."""
 TOP_PS = (0.7, 0.8, 0.9, 0.95, 0.98)
@@ -121,7 +118,7 @@ class Search:
         unset = np.array([assumption.factor == 1.0 for assumption in now])
         if not unset.any():
             return
-        gaps_FR = self._gaps_by_factor(now, COARSE)
+        gaps_FR = self.ground.gaps.means_by_factor(now, COARSE)
         before_R = self.ground.gaps.differences(now).means
         gains_FR = np.where(unset, np.maximum(0.0, (1.0 - CLEAR_PART) * before_R - gaps_FR), 0.0)
         gains_FR *= self.ground.odd(before_R)
@@ -133,7 +130,7 @@ class Search:
         finer = np.linspace(COARSE[max(0, best - 1)], COARSE[min(len(COARSE) - 1, best + 1)], 17)
         factors = tuple(np.round(finer, 4).tolist())
         weights_R = np.where(of_it, np.diff(self.ground.gaps.starts), 0)
-        factor = factors[int((self._gaps_by_factor(now, factors) * weights_R).sum(1).argmin())]
+        factor = factors[int((self.ground.gaps.means_by_factor(now, factors) * weights_R).sum(1).argmin())]
         # At an edge of the grid the log-probs fit no temperature: something else is wrong.
         if abs(factor - 1.0) <= SAME_FACTOR or factor in (COARSE[0], COARSE[-1]):
             return
@@ -144,16 +141,6 @@ class Search:
         if abs(median * factor - 1.0) <= SAME_FACTOR:
             title = f"log-probs are those before the temperature of {median:g} was applied"
         yield Candidate("temperature", title, partial(_with, factor=factor), unset, (seen,))
-
-    def _gaps_by_factor(self, now: Plan, factors: tuple[float, ...]) -> NDArray[np.float64]:
-        """Returns mean |d| of each rollout at each of these factors, [factors, rollouts]."""
-        gaps: list[NDArray[np.float64]] = []
-        scores = self.ground.gaps.scores(now, Question(factors=factors))
-        for assumption, scored, rollout in zip(now, scores, self.ground.gaps.repaired(now), strict=True):
-            logprobs_TF = scored.kept_TF if assumption.kept == "listed" else scored.full_TF
-            d_TF = logprobs_TF - rollout.rollout_logprobs[rollout.sampled].astype(np.float64)[:, None]
-            gaps.append(np.abs(np.nan_to_num(d_TF)).mean(0))
-        return np.stack(gaps, 1)
 
     def _supports(self, now: Plan) -> Iterator[Candidate]:
         has_sets = np.array([rollout.kept is not None for rollout in self.ground.rollouts])
