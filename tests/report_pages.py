@@ -41,7 +41,7 @@ def report_of_page(path: Path, profile: Path) -> Report:
     """The `report.json` beside a page that opens well (`opened`) and says the same verdict and the same total."""
     charts, verdict = opened(path, profile)
     report = read_report(path.with_suffix(".json"))
-    assert verdict == report.verdict.text
+    assert verdict == report.verdict.text, (verdict, report.verdict.text)
     assert "steps" in charts or "slices" in charts
     for each in report.decompositions:
         parts = sum(share.nats.value for share in each.shares)
