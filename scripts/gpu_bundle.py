@@ -100,7 +100,9 @@ def requirements_of(name: str) -> Iterator[str]:
         raise ValueError(f"{name} is not installed in {sys.prefix}; run make setup") from None
     for text in declared:
         requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        # A run needs moerl's extra `train`, whose list has the packages of the extras that it names.
+        extras = ("", "train") if name == "moerl" else ("",)
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             yield requirement.name
 
 
