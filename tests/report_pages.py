@@ -33,8 +33,8 @@ def opened(path: Path, profile: Path) -> tuple[list[str], str]:
         assert page.evaluate("[...document.querySelectorAll('figure svg, figure canvas')].length") > 0
         charts = page.evaluate(_CHARTS)
         verdict = page.evaluate("document.querySelector('.verdict .text').textContent")
-    # On a page numbers keep their units on one line.
-    return charts, verdict.replace("\N{NO-BREAK SPACE}", " ")
+    # On a page numbers keep their exponents and units on one line.
+    return charts, verdict.replace("\N{NO-BREAK SPACE}", " ").replace("\N{WORD JOINER}", "")
 
 
 def report_of_page(path: Path, profile: Path) -> Report:
