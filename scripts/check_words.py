@@ -119,7 +119,7 @@ def undescribed(text: str) -> Iterator[tuple[int, str]]:
                 continue
             calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
             is_described = any(keyword.arg == "description" for call in calls for keyword in call.keywords)
-            if not is_described and (after is None or _text(after) is None):
+            if not is_described and (after is None or not (_text(after) or "").strip()):
                 yield statement.lineno, f"{node.name}.{statement.target.id}"
 
 

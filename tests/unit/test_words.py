@@ -77,9 +77,10 @@ def test_a_public_field_without_a_docstring_is_found(check_words: Any):
         'class A:\n    size: int\n    name: str = ""\n    """A name."""\n    _own: int = 0\n'
         '    kind: ClassVar[str] = ""\n'
         '    key: int = Field(description="A key.")\n    other: int = Field(alias="description=")\n'
+        '    empty: int\n    """ """\n'
         "class _B:\n    size: int\n"
     )
-    assert list(check_words.undescribed(text)) == [(2, "A.size"), (8, "A.other")]
+    assert list(check_words.undescribed(text)) == [(2, "A.size"), (8, "A.other"), (9, "A.empty")]
 
 
 def test_conditions_and_fields_of_the_product_alone_are_checked(
