@@ -86,6 +86,10 @@ class EngineError(MoerlError):
     """Request that a rollout engine refused or failed."""
 
 
+class EpisodeError(MoerlError):
+    """Call of a session that its state does not allow, or an episode that its environment did not end."""
+
+
 class ReplayError(MoerlError):
     """Failed proof of Keep Routing for a step; the optimizer update was not applied."""
 

@@ -152,6 +152,27 @@ def require_routes(trajectory: Trajectory, model: Qwen3MoeForCausalLM) -> None:
     assert np.array_equal(np.sort(trajectory.expert_ids, -1), experts[:-1])
 
 
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def require_scores(trajectory: Trajectory, model: Qwen3MoeForCausalLM) -> None:
+    """The recorded log-probs and kept masses of all turns are those of one full forward pass over these tokens."""
+    logits, _ = forward(model, trajectory.token_ids)
+    for turn in trajectory.turns:
+        if turn.sampling is None or turn.sampling.is_greedy:
+            continue
+        full = log_softmax(logits / turn.sampling.temperature)
+        for t in range(turn.start, turn.end):
+            both = trajectory.rollout_logprobs[t] + trajectory.kept_logmass[t]
+            assert both == pytest.approx(full[t - 1, trajectory.token_ids[t]], abs=1e-5)
+            kept = trajectory.kept.ids[trajectory.kept.offsets[t] : trajectory.kept.offsets[t + 1]]
+            if trajectory.truncated[t]:
+                mass = np.log(np.exp(full[t - 1, kept]).sum())
+                assert trajectory.kept_logmass[t] == pytest.approx(mass, abs=1e-5)
+
+
 def require_same(first: dict[str, Trajectory], second: dict[str, Trajectory]) -> None:
     """Tokens, routes, kept sets and log-probs agree."""
     assert first.keys() == second.keys()

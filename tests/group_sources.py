@@ -17,7 +17,7 @@ from moerl.contract import Prompt, RolloutRequest, Trajectory
 from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.orchestration.groups import GroupSource
-from moerl.orchestration.rollouts import RolloutOutcome
+from moerl.orchestration.outcome import RolloutOutcome
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
 Answer = Callable[[str, int], Trajectory | None]
@@ -65,7 +65,9 @@ class FakeCollector:
         for name in sorted(ids):
             found = self._answers(name, version())
             yield RolloutOutcome(
-                name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7")
+                name,
+                () if found is None else (found,),
+                Refusal("routing_rows", "routing_rows in x, 7") if found is None else None,
             )
 
     def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:

@@ -55,7 +55,7 @@ class FinishedGroup:
     number: int
     """Number of the group, in the order of dispatch."""
     trajectories: Sequence[Trajectory]
-    """Admitted trajectories with their rewards, in the order of the requests."""
+    """Admitted trajectories with their rewards, in the order of the requests; those of an episode are together."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Reasons of all other rollouts, by rollout id."""
 

@@ -112,6 +112,11 @@ class Lineage:
     fork_at: int = -1
     """Place of the fork, from 0; -1 if it is no fork."""
 
+    @property
+    def episode(self) -> str:
+        """Id of the rollout that was asked for: the episode, or the trajectory if it is its own episode."""
+        return self.episode_id or self.rollout_id
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

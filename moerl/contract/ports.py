@@ -105,6 +105,41 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+class RolloutStream(Protocol):
+    """Requests that are sampled together though they come one after another; an iterator over lists of records.
+
+    One thread iterates it, and may have to: an engine in the same process samples there. Each request yields one record
+    at most, as of `RolloutEngine.generate`.
+    """
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Adds requests, from any thread. An empty sequence has the iterator yield, if only an empty list.
+
+        Raises:
+            EngineError: a request is refused, or the engine has no weights.
+        """
+        ...
+
+    def end(self) -> None:
+        """Says, from any thread, that no more requests will come: the iterator ends behind the last record."""
+        ...
+
+    def __iter__(self) -> Iterator[list[RolloutRecord]]:
+        """Yields the records that have come since the last time; may be none."""
+        ...
+
+    def close(self) -> None:
+        """Gives up the requests that are not answered. Called by the thread that iterates."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(RolloutEngine, Protocol):
+    """An engine whose requests may come while others are sampled: the turns of episodes."""
+
+    def stream(self) -> RolloutStream: ...
+
+
 class WeightSink(Protocol):
     """Receiver of whole sets of HF-named weights: an engine, which the controller begins and ends, or a sender's way to
     an engine.
@@ -188,7 +223,7 @@ class Sleeper(Protocol):
         ...
 
 
-class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
+class PolicyEngine(StreamingEngine, CheckedSink, Protocol):
     """An engine whose weights are replaced while it is in use, and which can report the tensors it holds."""
 
     @property

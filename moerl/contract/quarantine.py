@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,46 @@ class Quarantine:
         self.num_admitted += 1
         return trajectory
 
+    def admit_episode(
+        self, episode_id: str, records: Sequence[RolloutRecord], *, trainer_version: int
+    ) -> list[Trajectory] | None:
+        """Returns the records of an episode as checked trajectories, with `episode_id` as the id of its request; None
+        if one was refused: then all are, and written to the folder.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; the records are on disk by then.
+        """
+        with self._lock:
+            self._expected.update(record.rollout_id for record in records)
+            try:
+                trajectories = [self._check(record, trainer_version) for record in records]
+            except ContractError as error:
+                self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
+                return None
+            finally:
+                self._expected.difference_update({record.rollout_id for record in records} - {episode_id})
+            if episode_id in self._admitted:
+                error = _duplicate(episode_id)
+                self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
+                return None
+            self._admitted.add(episode_id)
+            self.num_admitted += len(records)
+            return trajectories
+
+    def refuse_episode(
+        self, episode_id: str, records: Sequence[RolloutRecord], error: ContractError, *, trainer_version: int
+    ) -> None:
+        """Keeps aside all records of an episode, for one reason. One without a record counts as one.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; the records are on disk by then.
+        """
+        with self._lock:
+            for record in records or [RolloutRecord(episode_id, "", -1, {})]:
+                self._keep_record(record, error, trainer_version)
+            self._refusals[episode_id] = _refusal(error)
+            self._judge_rate()
+
     def withdraw(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
         """Refuses a record that was admitted before, for example because its reward failed: never a silent zero.
 
@@ -218,12 +258,7 @@ class Quarantine:
                 Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
             )
         if rollout_id in self._admitted:
-            raise ContractError(
-                Reason.ROLLOUT_DUPLICATE,
-                field="rollout_id",
-                seen=shown(rollout_id),
-                expected="one answer per rollout",
-            )
+            raise _duplicate(rollout_id)
         if rollout_id not in self._expected:
             raise ContractError(
                 Reason.ROLLOUT_UNREQUESTED,
@@ -244,8 +279,7 @@ class Quarantine:
         self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
         # An id may be any object, also one that takes for ever to write out.
         if type(record.rollout_id) is str:
-            text = f"{error.reason} in {error.field}, {error.seen}"
-            self._refusals[record.rollout_id] = Refusal(str(error.reason), text)
+            self._refusals[record.rollout_id] = _refusal(error)
 
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""
@@ -276,6 +310,16 @@ class Quarantine:
                 expected=f"a rate of at most {self.max_rate}",
                 remedy=f"inspect {self.folder}: the cause is an engine, a version mismatch or a failing reward",
             )
+
+
+def _refusal(error: ContractError) -> Refusal:
+    return Refusal(str(error.reason), f"{error.reason} in {error.field}, {error.seen}")
+
+
+def _duplicate(rollout_id: str) -> ContractError:
+    return ContractError(
+        Reason.ROLLOUT_DUPLICATE, field="rollout_id", seen=shown(rollout_id), expected="one answer per rollout"
+    )
 
 
 def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:

@@ -100,4 +100,6 @@ class Reason(StrEnum):
     ROLLOUT_DUPLICATE = "rollout_duplicate"
     ROLLOUT_UNREQUESTED = "rollout_unrequested"
     REWARD_FAILED = "reward_failed"
+    EPISODE_FAILED = "episode_failed"
+    TURN_BREAKS_OFF = "turn_breaks_off"
     QUARANTINE_RATE_EXCEEDED = "quarantine_rate_exceeded"

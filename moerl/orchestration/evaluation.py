@@ -96,7 +96,9 @@ class _Asked:
         collector, prefixes = self.collector, self.prefixes
         requests = collector.requests(self.prompts, run=run, count=count, sampling=sampling, prefixes=prefixes)
         purpose = f"evaluation on {self.split} problems"
-        return collector.collect(self.prompts, requests, purpose, trainer_version=self.version, prefixes=prefixes)
+        found = collector.collect(self.prompts, requests, purpose, trainer_version=self.version, prefixes=prefixes)
+        # Of an episode, the session of its prompt.
+        return [trajectory for trajectory in found if trajectory.lineage.episode == trajectory.lineage.rollout_id]
 
 
 def _rows(

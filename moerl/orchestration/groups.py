@@ -21,9 +21,10 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
+from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.prompt_choice import PromptChoice
-from moerl.orchestration.rollouts import Collector, RolloutOutcome, in_request_order, sampling_params
-from moerl.orchestration.selection import check_fills_up, filtered_for, select
+from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.selection import check_fills_up, filtered_for, num_episodes, select
 
 NOT_KEPT = "not_kept"
 """Reason in the ledger of rollouts that `rl.keep` leaves out of a group."""
@@ -137,8 +138,9 @@ class GroupSource:
         with self._state:
             for number, waiting in self._batch.items():
                 self._count_refused(waiting.group)
-                self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
-                self.ledger.train(number, len(waiting.kept))
+                num_kept = num_episodes(waiting.kept)
+                self.ledger.leave_out(number, num_episodes(waiting.group.trajectories) - num_kept, NOT_KEPT)
+                self.ledger.train(number, num_kept)
             self._held, self._batch = [*self._held, *self._batch], {}
             # Before engines have the new weights: their tokens must not seem to be of a later version than this one.
             self.version += 1
@@ -252,9 +254,8 @@ class GroupSource:
             for outcome in outcomes:
                 if self._is_closed:
                     return
-                if outcome.trajectory is not None:
-                    num_tokens += outcome.trajectory.num_sampled
-                elif outcome.refusal is not None:
+                num_tokens += outcome.num_sampled
+                if outcome.refusal is not None:
                     num_refused, first = num_refused + 1, first or outcome.refusal.text
                 number = number_of.pop(outcome.rollout_id, None)
                 if number is None:
@@ -276,11 +277,11 @@ class GroupSource:
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """Adds a group whose rollouts are all answered to the journal, and finishes it."""
-        trajectories = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
+        trajectories = in_request_order([each for outcome in outcomes for each in outcome.trajectories], requests)
         refused = dict.fromkeys((r.lineage.rollout_id for r in requests), "no_answer")
         refused |= {o.rollout_id: o.refusal.reason for o in outcomes if o.refusal is not None}
-        for trajectory in trajectories:
-            del refused[trajectory.lineage.rollout_id]
+        for name in {trajectory.lineage.episode for trajectory in trajectories}:
+            del refused[name]
         group = FinishedGroup(number, trajectories, refused)
         with self._state:
             if not self._is_closed:

@@ -17,13 +17,17 @@ from moerl.algorithms.policy import Algorithm, RewardedBatch
 from moerl.config.rollouts import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.demands import demand_scores
+from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
-from moerl.contract.quarantine import Quarantine, Refusal
+from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
+from moerl.episodes.play import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
+from moerl.orchestration.outcome import RolloutOutcome
+from moerl.orchestration.played import EpisodeGate
 from moerl.orchestration.tokenizer import encode_checked
 
 
@@ -37,18 +41,6 @@ class _Pending:
     record: RolloutRecord
     trajectory: Trajectory
     rewards: Future[dict[str, float]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RolloutOutcome:
-    """Result of a rollout: a trajectory with its rewards, or the reason why it is in quarantine."""
-
-    rollout_id: str
-    """Id of the request; empty if a refused answer names none."""
-    trajectory: Trajectory | None = None
-    """Admitted trajectory with its rewards; None if the answer was refused."""
-    refusal: Refusal | None = None
-    """Reason of the quarantine; None if the answer was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +97,7 @@ class Collector:
         requests = []
         for prompt in prompts:
             text = prompt.text + prefixes.get(prompt.prompt_id, "")
-            with self._decoding:
-                prompt_ids = tuple(encode_checked(self.tokenizer, text))
+            prompt_ids = tuple(self._encode(text))
             for number in range(count):
                 rollout_id = f"{run}/{prompt.prompt_id}/{number}"
                 seed = rollout_key(f"{sampling.seed}/{rollout_id}") >> 1
@@ -139,16 +130,17 @@ class Collector:
             MoerlError: no answer was admitted, or too many were refused.
         """
         admitted: list[Trajectory] = []
-        num_refused, num_tokens, first = 0, 0, ""
+        num_admitted, num_refused, num_tokens, first = 0, 0, 0, ""
         self.watch(0, len(requests), 0)
         with closing(self.outcomes(prompts, requests, lambda: trainer_version, prefixes)) as outcomes:
             for outcome in outcomes:
-                if outcome.trajectory is not None:
-                    admitted.append(outcome.trajectory)
-                    num_tokens += outcome.trajectory.num_sampled
-                elif outcome.refusal is not None:
+                if outcome.refusal is not None:
                     num_refused, first = num_refused + 1, first or outcome.refusal.text
-                self.watch(len(admitted) + num_refused, len(requests), num_tokens)
+                else:
+                    num_admitted += 1
+                    admitted += outcome.trajectories
+                    num_tokens += outcome.num_sampled
+                self.watch(num_admitted + num_refused, len(requests), num_tokens)
         self.tell_refused(purpose, num_refused, len(requests), first)
         return admitted
 
@@ -176,7 +168,8 @@ class Collector:
         version: Callable[[], int],
         prefixes: Mapping[str, str],
     ) -> Generator[RolloutOutcome]:
-        """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers.
+        """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers;
+        of episodes in the order in which they end.
 
         Sampling waits for no reward: rewards are asked for when an answer comes, and collected in the order of the
         answers once they are done. Answers that break the contract, and answers whose reward fails, go to quarantine.
@@ -190,8 +183,23 @@ class Collector:
         """
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         ids = [request.lineage.rollout_id for request in requests]
-        pending: deque[_Pending] = deque()
         self.quarantine.expect(ids)
+        if isinstance(self.task, EpisodeTask):
+            gate = EpisodeGate(self.engine, self.quarantine, self.layers, Texts(self._encode, self._turn_text))
+            yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
+        else:
+            yield from self._responses(by_id, requests, version, prefixes)
+        self.quarantine.forget(ids)
+
+    def _responses(
+        self,
+        prompts: Mapping[str, Prompt],
+        requests: Sequence[RolloutRequest],
+        version: Callable[[], int],
+        prefixes: Mapping[str, str],
+    ) -> Generator[RolloutOutcome]:
+        """Yields the outcomes of single responses. prompts: by id."""
+        pending: deque[_Pending] = deque()
         try:
             for answer in self.engine.generate(requests):
                 checked = self._checked(answer, version())
@@ -199,7 +207,7 @@ class Collector:
                     yield checked
                     continue
                 record, trajectory = checked
-                prompt = by_id[trajectory.lineage.prompt_id]
+                prompt = prompts[trajectory.lineage.prompt_id]
                 response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
                 rewards = self.task.reward(prompt, response, trajectory.finish_reason)
                 pending.append(_Pending(record, trajectory, rewards))
@@ -210,7 +218,6 @@ class Collector:
         finally:
             for each in pending:
                 each.rewards.cancel()
-        self.quarantine.forget(ids)
 
     def _checked(self, answer: RolloutRecord, version: int) -> RolloutOutcome | tuple[RolloutRecord, Trajectory]:
         """Checks an answer by the contract; returns the record and its trajectory, or the outcome of a refusal."""
@@ -244,7 +251,7 @@ class Collector:
         except ContractError as error:
             self.quarantine.withdraw(pending.record, error, trainer_version=version)
             return self._refused(pending.record)
-        return RolloutOutcome(pending.record.rollout_id, trajectory)
+        return RolloutOutcome(pending.record.rollout_id, (trajectory,))
 
     def take_failed_rewards(self) -> dict[str, int]:
         """Returns, by name of the reward, the number of responses that it failed on since the last call."""
@@ -259,13 +266,18 @@ class Collector:
         return self._decode(ids)
 
     def response(self, trajectory: Trajectory) -> str:
-        """Returns the sampled text, without the token that ended it."""
-        ids = trajectory.token_ids[trajectory.sampled].tolist()
-        if ids and ids[-1] in self.ends:
-            ids.pop()
-        return self._decode(ids)
+        """Returns the text behind the prompt, without the token that ended it; of an episode with what its environment
+        wrote between turns."""
+        return self._turn_text(trajectory.token_ids[int(trajectory.sampled.argmax()) :].tolist())
 
-    def _decode(self, ids: list[int]) -> str:
+    def _turn_text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
+    def _encode(self, text: str) -> list[int]:
+        with self._decoding:
+            return encode_checked(self.tokenizer, text)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         with self._decoding:
             return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
@@ -279,9 +291,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-    """Sorts trajectories in the order of their requests, so that training does not depend on which finished first."""
+    """Sorts trajectories in the order of their requests, so that training does not depend on which finished first;
+    those of an episode stay in their order."""
     order = {request.lineage.rollout_id: i for i, request in enumerate(requests)}
-    return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.rollout_id])
+    return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.episode])
 
 
 def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> RewardedBatch:
@@ -302,7 +315,7 @@ def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> 
     return RewardedBatch(
         rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),
         group_index_B=numbered([each.group_id for each in lineages]),
-        episode_index_B=numbered([f"{each.group_id}\0{each.episode_id or each.rollout_id}" for each in lineages]),
+        episode_index_B=numbered([f"{each.group_id}\0{each.episode}" for each in lineages]),
         num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
         truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
         scores_N={

@@ -48,7 +48,7 @@ def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Se
     2025, arXiv:2508.20722). A response has succeeded if its reward is above the middle between the lowest and the
     highest of the group. Both kinds keep their share of the group, rounded, and at least one response: failures are
     drawn evenly, successes are those with the highest reward `keep_by`, or the fewest sampled tokens. Published with a
-    draw among successes too, weighted by their quality.
+    draw among successes too, weighted by their quality. Episodes are kept whole; their first session counts.
 
     Args:
         seed: seed of the draw; the same group always gets the same draw.
@@ -56,19 +56,28 @@ def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Se
     Raises:
         RewardError: a response has no reward of this name.
     """
-    if keep is None or len(group) <= keep:
+    first = {trajectory.lineage.episode: trajectory for trajectory in reversed(group)}
+    responses = [trajectory for trajectory in group if first[trajectory.lineage.episode] is trajectory]
+    if keep is None or len(responses) <= keep:
         return list(group)
-    rewards = np.array([trajectory.rewards["reward"] for trajectory in group])
-    order = np.random.default_rng(seed).permutation(len(group))
+    rewards = np.array([trajectory.rewards["reward"] for trajectory in responses])
+    order = np.random.default_rng(seed).permutation(len(responses))
     succeeded = rewards > (rewards.min() + rewards.max()) / 2
     num_successes = int(succeeded.sum())
-    share = int(np.floor(keep * num_successes / len(group) + 0.5))
+    share = int(np.floor(keep * num_successes / len(responses) + 0.5))
     num_kept = min(max(share, 1), keep - 1) if num_successes else 0
     # Among equals the drawn order decides.
-    best = sorted(order[succeeded[order]].tolist(), key=lambda i: _rank(group[i], keep_by))
+    best = sorted(order[succeeded[order]].tolist(), key=lambda i: _rank(responses[i], keep_by))
     chosen = {*best[:num_kept], *order[~succeeded[order]].tolist()[: keep - num_kept]}
     chosen.update(best[num_kept : num_kept + keep - len(chosen)])
-    return [trajectory for i, trajectory in enumerate(group) if i in chosen]
+    kept = {responses[i].lineage.episode for i in chosen}
+    return [trajectory for trajectory in group if trajectory.lineage.episode in kept]
+
+
+def num_episodes(trajectories: Sequence[Trajectory]) -> int:
+    """Returns the number of rollouts that these trajectories came of: an episode is one, however many sessions it
+    had."""
+    return len({trajectory.lineage.episode for trajectory in trajectories})
 
 
 def _rank(trajectory: Trajectory, keep_by: str) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,9 @@ from moerl.rollout.schedule import Schedule
 from moerl.rollout.slots import SlotTable
 from moerl.rollout.steps import Draw, Prompts
 from moerl.rollout.steps_of_model import steps_of
+from moerl.rollout.stream import EngineStream, Take
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
-
-Take = Callable[[bool], Sequence[RolloutRequest] | None]
-"""Called before each step, with True if nothing is left to sample; returns new requests, None if no more will come."""
 
 
 class EmbeddedEngine:
@@ -114,17 +112,18 @@ class EmbeddedEngine:
             EngineError: At once, if a request is refused or the engine has no verified weights; at the first record,
                 if another `generate` is not finished.
         """
-        if self._policy_version < 0:
-            raise EngineError(
-                "embedded engine: " + (self._distrusted or "no weights yet"),
-                seen=f"policy version {self._policy_version}",
-                expected="at least 0",
-                remedy="send a whole weight update, or say which version the loaded weights are",
-            )
-        check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
+        self._check(requests)
         return self._generate(deque(requests))
 
-    def stream(self, take: Take) -> Iterator[list[RolloutRecord]]:
+    def stream(self) -> EngineStream:
+        """Returns a stream of requests; the thread that iterates it samples.
+
+        Raises:
+            EngineError: at the first record, if another `generate` or stream is not finished.
+        """
+        return EngineStream(self._check, self.serve)
+
+    def serve(self, take: Take) -> Generator[list[RolloutRecord]]:
         """Samples requests that come while others are sampled; yields the records that each step finished.
 
         Args:
@@ -132,16 +131,17 @@ class EmbeddedEngine:
                 is left to sample. It may update weights and abort rollouts.
 
         Raises:
-            EngineError: another `generate` or `stream` is not finished.
+            EngineError: another `generate` or stream is not finished.
         """
         run = self._open_run(deque(), num_slots=self._max_running)
         try:
             while (requests := take(not run.waiting and not run.table.num_running)) is not None:
                 run.admit(requests)
+                records = []
                 if run.waiting or run.table.num_running:
                     with self._lock:
                         records = self._step(run)
-                    yield records
+                yield records
         finally:
             self._close_run(run)
 
@@ -206,6 +206,17 @@ class EmbeddedEngine:
         if error is not None:
             self._policy_version, self._distrusted = -1, str(error)
             raise error
+
+    def _check(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raises EngineError if a request is refused, or the engine has no verified weights."""
+        if self._policy_version < 0:
+            raise EngineError(
+                "embedded engine: " + (self._distrusted or "no weights yet"),
+                seen=f"policy version {self._policy_version}",
+                expected="at least 0",
+                remedy="send a whole weight update, or say which version the loaded weights are",
+            )
+        check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
 
     def _require_staging(self) -> WeightStaging:
         if self._staging is None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from conformance_cases import Build, Subject, V, collect, forward, make_requests
+from conformance_cases import Build, Subject, V, collect, forward, make_requests, require_routes, require_scores
 
 from moerl.contract.ports import RolloutEngine
 from moerl.contract.trajectory import MAX_KEPT_IDS, SamplingParams
 from moerl.errors import EngineError
-
-
-def _log_softmax(z: np.ndarray) -> np.ndarray:
-    z = z - z.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 def test_the_handshake_tells_spec_and_version(build: Build, subject: Subject):
@@ -47,23 +41,9 @@ def test_every_request_becomes_one_valid_trajectory_with_its_lineage(build: Buil
 
 def test_logprobs_and_routing_are_those_of_a_full_forward_pass(build: Build, subject: Subject):
     model = subject.model(0)
-    mismatches = 0
     for trajectory in collect(build(), make_requests(18)).values():
-        logits, experts = forward(model, trajectory.token_ids)
-        mismatches += int((np.sort(trajectory.expert_ids, -1) != experts[:-1]).any((1, 2)).sum())
-        sampling = trajectory.turns[1].sampling
-        assert sampling is not None
-        if sampling.is_greedy:
-            continue
-        full = _log_softmax(logits / sampling.temperature)
-        for t in np.flatnonzero(trajectory.sampled):
-            both = trajectory.rollout_logprobs[t] + trajectory.kept_logmass[t]
-            assert both == pytest.approx(full[t - 1, trajectory.token_ids[t]], abs=1e-5)
-            kept = trajectory.kept.ids[trajectory.kept.offsets[t] : trajectory.kept.offsets[t + 1]]
-            if trajectory.truncated[t]:
-                mass = np.log(np.exp(full[t - 1, kept]).sum())
-                assert trajectory.kept_logmass[t] == pytest.approx(mass, abs=1e-5)
-    assert mismatches == 0
+        require_routes(trajectory, model)
+        require_scores(trajectory, model)
 
 
 def test_top_k_bounds_the_kept_sets_and_full_sampling_lists_nothing(build: Build):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +41,51 @@ from moerl.rollout.beside.messages import (
 from moerl.rollout.beside.served import ENGINE_ID
 from moerl.rollout.pushed import PushingSink
 from moerl.rollout.requests import check_requests
+from moerl.rollout.stream import flattened
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `generate` that is not finished; `frames` ends with None if the engine is gone."""
+    """One stream of requests that is not finished; `frames` ends with None if the engine is gone. A frame without
+    content wakes the thread that waits for records."""
 
-    left: set[str]
+    number: int
+    left: set[str] = field(default_factory=set[str])
+    has_ended: bool = False
     frames: queue.SimpleQueue[tuple[bytes, list[str]] | None] = field(default_factory=queue.SimpleQueue)
+
+
+class BesideStream:
+    """A `RolloutStream` of the engine's process.
+
+    Args:
+        submit: sends requests of a call to the process.
+        records: yields the records of a call.
+    """
+
+    def __init__(
+        self,
+        call: _Call,
+        submit: Callable[[_Call, Sequence[RolloutRequest]], None],
+        records: Callable[[_Call], Generator[list[RolloutRecord]]],
+    ) -> None:
+        self._call, self._submit, self._records = call, submit, records(call)
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        if requests:
+            self._submit(self._call, requests)
+        else:
+            self._call.frames.put((b"", []))
+
+    def end(self) -> None:
+        self._call.has_ended = True
+        self._call.frames.put((b"", []))
+
+    def __iter__(self) -> Iterator[list[RolloutRecord]]:
+        return self._records
+
+    def close(self) -> None:
+        self._records.close()
 
 
 class BesideEngine:
@@ -103,6 +140,18 @@ class BesideEngine:
             EngineError: at once, if a request is refused, the engine has no verified weights or the process is gone; at
                 a later record, if the process ends.
         """
+        stream = self.stream()
+        stream.submit(requests)
+        stream.end()
+        return flattened(stream)
+
+    def stream(self) -> BesideStream:
+        """Returns a stream of requests, which are sampled as they come."""
+        with self._sending:
+            call, self._num_calls = _Call(self._num_calls), self._num_calls + 1
+        return BesideStream(call, self._submit, self._records)
+
+    def _submit(self, call: _Call, requests: Sequence[RolloutRequest]) -> None:
         if self._version < 0:
             raise EngineError(
                 "the engine beside the trainer: no weights that were verified",
@@ -111,32 +160,34 @@ class BesideEngine:
                 remedy="send a whole weight update",
             )
         check_requests(requests, self._spec, self._max_positions)
-        call = _Call({request.lineage.rollout_id for request in requests})
+        names = {request.lineage.rollout_id for request in requests}
         with self._sending:
-            number, self._num_calls = self._num_calls, self._num_calls + 1
-            self._calls[number] = call
-        self._send(Generate(number, list(requests)))
-        return self._records(number, call)
+            call.left |= names
+            self._calls[call.number] = call
+        with undoing(lambda: call.left.difference_update(names)):
+            self._send(Generate(call.number, list(requests)))
 
-    def _records(self, number: int, call: _Call) -> Iterator[RolloutRecord]:
+    def _records(self, call: _Call) -> Generator[list[RolloutRecord]]:
         unfinished: list[str] = []
         try:
-            while call.left:
+            while call.left or not call.has_ended:
                 found = call.frames.get()
                 if found is None:
                     raise self._gone()
                 frame, without = found
                 call.left -= set(without)
                 unfinished += without
+                if not frame:
+                    yield []
                 for record in decode_records(frame, spec=self._spec) if frame else ():
                     call.left.discard(record.rollout_id)
-                    yield record
+                    yield [record]
         finally:
             if call.left and not self._has_ended:
                 with contextlib.suppress(EngineError):  # it is gone, and samples nothing
                     self._send(Abort(sorted(call.left)))
             self.unfinished = [*unfinished, *call.left]
-            self._calls.pop(number, None)
+            self._calls.pop(call.number, None)
 
     def peak_rss_bytes(self) -> int:
         """Returns the peak resident memory of the process. Raises `EngineError` if the process is gone."""

@@ -101,7 +101,7 @@ class _Served:
 
     def serve(self) -> None:
         """Samples the requests of the controller, until `CloseEngine` comes."""
-        for records in self._engine.stream(self._take):
+        for records in self._engine.serve(self._take):
             self._tell(records)
 
     def _take(self, is_idle: bool) -> Sequence[RolloutRequest] | None:

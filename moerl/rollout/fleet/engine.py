@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,12 +31,14 @@ from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.fleet.receivers import Receivers
 from moerl.rollout.fleet.replica import Replica, State
-from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
+from moerl.rollout.fleet.request_loop import Call, RequestLoop
 from moerl.rollout.fleet.sender import Sender
 from moerl.rollout.fleet.senders import AllSenders, LocalSender
+from moerl.rollout.fleet.stream import FleetStream
 from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
+from moerl.rollout.stream import flattened
 
 
 class FleetEngine:
@@ -115,16 +117,14 @@ class FleetEngine:
             EngineError: at once, if a request is refused, no weights were sent yet or servers sleep; at a later record,
                 if a server refused one, or all servers were given up.
         """
-        if self._sleeps or self._requests.version < 0:
-            raise EngineError(
-                f"engine {self._options.engine_id!r}: " + ("its servers sleep" if self._sleeps else "no weights yet"),
-                seen="policy version -1",
-                expected="a weight update before the next request",
-                remedy="publish weights first",
-            )
-        # A server needs room for one token more than the model does.
-        check_requests(requests, self._model.spec, self._fleet.max_request_tokens - 1)
-        return self._generate(Call({request.lineage.rollout_id: Rollout(request) for request in requests}))
+        stream = self.stream()
+        stream.submit(requests)
+        stream.end()
+        return flattened(stream)
+
+    def stream(self) -> FleetStream:
+        """Returns a stream of requests; streams may overlap. Servers are asked once it is iterated."""
+        return FleetStream(self._check, self._loop, self._serve)
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of all `generate` calls (all when None).
@@ -218,16 +218,28 @@ class FleetEngine:
         """Runs `work` in the event loop and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _generate(self, call: Call) -> Iterator[RolloutRecord]:
-        left = dict.fromkeys(call.rollouts)
+    def _check(self, requests: Sequence[RolloutRequest]) -> None:
+        if self._sleeps or self._requests.version < 0:
+            raise EngineError(
+                f"engine {self._options.engine_id!r}: " + ("its servers sleep" if self._sleeps else "no weights yet"),
+                seen="policy version -1",
+                expected="a weight update before the next request",
+                remedy="publish weights first",
+            )
+        # A server needs room for one token more than the model does.
+        check_requests(requests, self._model.spec, self._fleet.max_request_tokens - 1)
+
+    def _serve(self, call: Call, left: dict[str, None]) -> Generator[list[RolloutRecord]]:
+        """Yields the records of a stream. left: ids of its rollouts without a record."""
         self._calls[id(call)] = call  # before it asks for anything: an update must know whom to cut short
         work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
         self._works.add(work)
         work.add_done_callback(lambda done: call.outcomes.put(None))
         try:
-            while (record := call.outcomes.get()) is not None:
-                del left[record.rollout_id]
-                yield record
+            while (records := call.outcomes.get()) is not None:
+                for record in records:
+                    del left[record.rollout_id]
+                yield records
             if work.cancelled():
                 raise EngineError(f"engine {self._options.engine_id!r} was closed while it generated")
             error = work.exception()

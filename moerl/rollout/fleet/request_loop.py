@@ -52,7 +52,9 @@ class Rollout:
     admitted_at: float = 0.0
     """Time at which the first attempt began, in seconds of `time.perf_counter`; 0 before it."""
     is_aborted: bool = False
-    """True once the caller of `generate` has aborted it."""
+    """True once the caller of the engine has aborted it."""
+    submitted_at: float = field(default_factory=time.perf_counter)
+    """Time at which it was asked for, in seconds of `time.perf_counter`."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -65,14 +67,19 @@ class Rollout:
 
 @dataclass(slots=True)
 class Call:
-    """State of one `generate` call. It belongs to the event loop, but for `outcomes`."""
+    """State of one stream of requests. It belongs to the event loop, but for `outcomes`."""
 
-    rollouts: dict[str, Rollout]
-    """All rollouts of the call, by id."""
-    outcomes: queue.SimpleQueue[RolloutRecord | None] = field(default_factory=queue.SimpleQueue)
-    """Records for the thread of `generate`; None ends them."""
-    asked_at: float = field(default_factory=time.perf_counter)
-    """Time of the call, in seconds of `time.perf_counter`."""
+    rollouts: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    """Rollouts that are being asked for, by id."""
+    submitted: asyncio.Queue[Sequence[Rollout] | None] = field(default_factory=asyncio.Queue)
+    """Rollouts to ask for; None ends them."""
+    outcomes: queue.SimpleQueue[list[RolloutRecord] | None] = field(default_factory=queue.SimpleQueue)
+    """Records for the thread that iterates the stream; None ends them."""
+
+    def add(self, rollouts: Sequence[Rollout] | None) -> None:
+        """Adds rollouts to ask for; None if no more will come."""
+        self.rollouts |= {rollout.request.lineage.rollout_id: rollout for rollout in rollouts or ()}
+        self.submitted.put_nowait(rollouts)
 
 
 class RequestLoop:
@@ -88,15 +95,19 @@ class RequestLoop:
         self.version, self.epoch, self.is_cutting = version, 0, False
 
     async def serve(self, call: Call) -> None:
-        """Puts a record for every rollout into `call.outcomes`, but for those aborted before their first token.
+        """Puts a record for every submitted rollout into `call.outcomes`, but for those aborted before their first
+        token.
 
         Raises:
             ExceptionGroup: of EngineError: a server refused a request, or all servers were given up.
         """
         await self._fleet.check_versions(self.version)
         async with asyncio.TaskGroup() as tasks:
-            for rollout in call.rollouts.values():
-                tasks.create_task(self._finish(call, rollout))
+            while (rollouts := await call.submitted.get()) is not None:
+                for rollout in rollouts:
+                    tasks.create_task(self._finish(call, rollout))
+                if not rollouts:
+                    call.outcomes.put([])
 
     async def abort(self, call: Call, rollout_ids: Collection[str] | None) -> None:
         """Finishes the named rollouts (all when None) with what they have."""
@@ -163,6 +174,7 @@ class RequestLoop:
         if rollout.segments:
             values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
             self._deliver(call, rollout, replica, values, None)
+        del call.rollouts[rollout.request.lineage.rollout_id]
 
     async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
         """Returns the answer to one attempt; None if there is none, after a report of that to the fleet.
@@ -238,12 +250,12 @@ class RequestLoop:
     ) -> None:
         now, name = time.perf_counter(), rollout.request.lineage.rollout_id
         timings = {
-            "waiting_seconds": rollout.admitted_at - call.asked_at,
+            "waiting_seconds": rollout.admitted_at - rollout.submitted_at,
             "sampling_seconds": now - rollout.admitted_at,
         }
         attempt = rollout.num_failed + rollout.num_damaged
         values |= {"engine_id": replica.name, "attempt": attempt, "timings": timings}
-        call.outcomes.put(RolloutRecord(name, replica.name, self.version, values, refusal))
+        call.outcomes.put([RolloutRecord(name, replica.name, self.version, values, refusal)])
 
 
 def _finished(rollout: Rollout) -> FinishReason | None:

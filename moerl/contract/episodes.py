@@ -1,0 +1,106 @@
+"""Port between a run and environments: an episode is a talk between policy and environment, in sessions.
+
+A session holds the tokens of one policy: a prompt, turns that the policy samples, and observations, which the
+environment writes between them. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+from moerl.contract.ports import Prompt, Task
+from moerl.contract.trajectory import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """One turn of a policy."""
+
+    text: str
+    """Sampled text, without the token that ended it."""
+    token_ids: tuple[int, ...]
+    """Sampled ids, with the one that ended the turn."""
+    finish_reason: FinishReason
+    """Reason for which sampling ended; `LENGTH` if the turn has as many tokens as it may have."""
+
+
+class Session(Protocol):
+    """Tokens of one policy in an episode. Only coroutines of its episode call it.
+
+    Every token is trained as the policy sampled it: texts are encoded once, and never encoded again.
+    """
+
+    rewards: dict[str, float]
+    """Named rewards of this session alone; they replace those of the episode that have the same name."""
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that the session may still get, sampled or observed."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more can be sampled: no token is left, or sampling was aborted."""
+        ...
+
+    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+        """Has the policy go on behind the tokens that are there.
+
+        Args:
+            max_tokens: limit of this turn, at least 1; None = `num_left`.
+
+        Raises:
+            EpisodeError: the session is over, or samples already.
+        """
+        ...
+
+    def observe(self, text: str) -> None:
+        """Appends text of the environment: encoded without special tokens, never trained on. It counts only if a turn
+        is sampled behind it.
+
+        Raises:
+            EpisodeError: the text has no token, or the session samples.
+        """
+        ...
+
+    def fork(self, agent_id: str = "") -> Session:
+        """Returns a session that goes on from the tokens of this one. They are trained in this session only.
+
+        agent_id: name of the agent that goes on; may be empty.
+
+        Raises:
+            EpisodeError: the session samples.
+        """
+        ...
+
+    def open(self, text: str, agent_id: str = "") -> Session:
+        """Returns a session with a prompt of its own, for example of a sub-agent or an opponent.
+
+        Raises:
+            EpisodeError: the text has no token.
+        """
+        ...
+
+
+@runtime_checkable
+class EpisodeTask(Task, Protocol):
+    """A task whose prompts are played with an environment."""
+
+    turn_seconds: ClassVar[float] = 60.0
+    """Seconds that the environment may take between two requests of an episode, and from the last one to its end."""
+
+    async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
+        """Plays one episode, and returns its named rewards, as `reward` does. An episode that raises is refused.
+
+        Episodes share one thread: code that waits must be awaited (`asyncio.to_thread`).
+
+        session: starts with the tokens of the prompt.
+        """
+        ...
+
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
+        """Raises `NotImplementedError`: an episode gets its rewards from `play`."""
+        raise NotImplementedError("an episode gets its rewards from `play`")

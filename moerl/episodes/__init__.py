@@ -1,0 +1,1 @@
+"""Episodes: sessions of a policy with an environment, and the trajectories that their turns make."""

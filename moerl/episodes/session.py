@@ -1,0 +1,151 @@
+"""Session over token ids: owns the tokens of one policy in an episode, and the checked answers they came with.
+
+Runs in the event loop of the episodes (`moerl.episodes.play`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moerl.contract.episodes import SampledTurn
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.routing import rollout_key
+from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
+from moerl.episodes.join import check_answer, join
+from moerl.errors import EpisodeError
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Way of a session to the engine and the tokenizer."""
+
+    ask: Callable[[RolloutRequest], Awaitable[Trajectory]]
+    """Samples one turn; raises `ContractError` if its answer breaks the contract."""
+    encode: Callable[[str], list[int]]
+    """Returns the ids of a text, without special tokens."""
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of sampled ids, without the id that ended them."""
+    waiting: Callable[[], AbstractContextManager[None]]
+    """Context in which the episode waits for the engine, not for its environment."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenSession:
+    """A `Session`, and the record of what was sampled in it."""
+
+    request: RolloutRequest
+    """Request for its first turn; `max_new_tokens` limits all tokens behind the prompt."""
+    voice: Voice
+    """Way to the engine and the tokenizer."""
+    family: list[TokenSession]
+    """All sessions of the episode, oldest first; the first is that of the episode's prompt."""
+    prefix: str = ""
+    """Text at the end of the prompt that counts as the start of the first turn."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Rewards as in `Session`."""
+    turns: list[Trajectory] = field(default_factory=list[Trajectory])
+    """Checked answers so far."""
+    _ids: list[int] = field(default_factory=list[int])
+    _num_asked: int = 0
+    _is_asking: bool = False
+
+    def __post_init__(self) -> None:
+        self._ids = list(self.request.prompt_ids)
+        self.family.append(self)
+
+    @property
+    def rollout_id(self) -> str:
+        """Id of the session's trajectory."""
+        return self.request.lineage.rollout_id
+
+    @property
+    def num_left(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_new_tokens - len(self._ids)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_left <= 0 or (bool(self.turns) and self.turns[-1].finish_reason is FinishReason.ABORT)
+
+    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+        self._require_quiet("sample")
+        if self.is_over:
+            raise EpisodeError(
+                "episode: a session that is over cannot sample",
+                seen=f"{self.num_left} tokens left" + (", aborted" if self.num_left > 0 else ""),
+                expected="a look at session.is_over first",
+                remedy="end the episode, or raise rollout.max_new_tokens",
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise EpisodeError("episode: max_tokens of a turn", seen=max_tokens, expected="at least 1")
+        turn_id, self._num_asked = f"{self.rollout_id}#{self._num_asked}", self._num_asked + 1
+        request = replace(
+            self.request,
+            lineage=replace(self.request.lineage, rollout_id=turn_id),
+            prompt_ids=tuple(self._ids),
+            max_new_tokens=min(self.num_left, max_tokens or self.num_left),
+        )
+        self._is_asking = True
+        try:
+            with self.voice.waiting():
+                turn = await self.voice.ask(request)
+        finally:
+            self._is_asking = False
+        check_answer(turn, self._ids)
+        sampled = turn.token_ids[len(self._ids) :].tolist()
+        text = ("" if self.turns else self.prefix) + self.voice.decode(sampled)
+        self.turns.append(turn)
+        self._ids += sampled
+        return SampledTurn(text, tuple(sampled), turn.finish_reason)
+
+    def observe(self, text: str) -> None:
+        self._require_quiet("observe")
+        self._ids += self._encode(text)
+
+    def fork(self, agent_id: str = "") -> TokenSession:
+        self._require_quiet("fork")
+        # Without a sampled token there is no trajectory that the fork could name as its parent.
+        parent = (self.rollout_id, len(self._ids)) if self.turns else ("", -1)
+        return self._open(self._ids, self.num_left, agent_id, parent)
+
+    def open(self, text: str, agent_id: str = "") -> TokenSession:
+        return self._open(self._encode(text), self.family[0].request.max_new_tokens, agent_id, ("", -1))
+
+    def record(self) -> dict[str, Any]:
+        """Returns the `Trajectory` fields of the session, which ends with its last sampled token.
+
+        Raises:
+            ContractError: its turns cannot be joined.
+        """
+        lineage = self.request.lineage
+        if sum(bool(each.turns) for each in self.family) > 1:
+            lineage = replace(lineage, episode_id=self.family[0].rollout_id)
+        return join(self.turns, lineage)
+
+    def _open(self, ids: Sequence[int], num_tokens: int, agent_id: str, parent: tuple[str, int]) -> TokenSession:
+        root = self.family[0].request
+        rollout_id = f"{root.lineage.rollout_id}~{len(self.family)}"
+        # Draws depend on seed and position: with the seed of its parent a fork would repeat the parent's draws.
+        seed = rollout_key(f"{root.sampling.seed}/{rollout_id}") >> 1
+        lineage = Lineage(rollout_id, root.lineage.prompt_id, root.lineage.group_id, "", agent_id, *parent)
+        sampling = replace(root.sampling, seed=seed)
+        request = replace(
+            root, lineage=lineage, prompt_ids=tuple(ids), sampling=sampling, max_new_tokens=max(num_tokens, 0)
+        )
+        return TokenSession(request, self.voice, self.family)
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.voice.encode(text)
+        if not ids:
+            raise EpisodeError("episode: a text of the environment has no token", seen=repr(text), expected="some text")
+        return ids
+
+    def _require_quiet(self, doing: str) -> None:
+        if self._is_asking:
+            raise EpisodeError(
+                f"episode: {doing} in a session that samples",
+                expected="one call at a time",
+                remedy="await session.sample first, or fork the session",
+            )
