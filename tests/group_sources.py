@@ -20,8 +20,9 @@ from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.outcome import RolloutOutcome
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
-Answer = Callable[[str, int], Trajectory | None]
-"""Function that returns a rollout by its id and the version; None if the rollout is refused."""
+Answer = Callable[[str, int], Trajectory | list[Trajectory] | None]
+"""Function that returns a rollout by its id and the version: one trajectory, those of an episode, or None if the
+rollout is refused."""
 
 
 def answer(
@@ -66,7 +67,7 @@ class FakeCollector:
             found = self._answers(name, version())
             yield RolloutOutcome(
                 name,
-                () if found is None else (found,),
+                tuple(found) if isinstance(found, list) else () if found is None else (found,),
                 Refusal("routing_rows", "routing_rows in x, 7") if found is None else None,
             )
 

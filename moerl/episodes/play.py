@@ -178,7 +178,7 @@ class _Stage:
         rewards: list[dict[str, float]] = []
         error: ContractError | None = None
         limit = asyncio.timeout(self._turn_seconds)
-        voice = Voice(self._ask, self._texts.encode, self._texts.decode, _Patience(limit, self._turn_seconds).waiting)
+        voice = Voice(self._ask, self._texts.encode, self._texts.decode, Patience(limit, self._turn_seconds).waiting)
         try:
             async with limit:
                 named = await episode.play(TokenSession(episode.request, voice, family, episode.prefix))
@@ -201,7 +201,7 @@ class _Stage:
 
 
 @dataclass(slots=True, eq=False)
-class _Patience:
+class Patience:
     """Clock of an environment: stands still while any session of the episode waits for the engine."""
 
     limit: asyncio.Timeout

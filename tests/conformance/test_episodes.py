@@ -32,7 +32,7 @@ def played(engine: Engine, environment: Play, count: int, max_tokens: int = 60) 
     episodes = [Episode(r, environment) for r in make_requests(count, max_tokens)]
     found: dict[str, Trajectory] = {}
     for episode in play(
-        episodes, engine.stream(), lambda record: Trajectory(**record.values), TEXTS, turn_seconds=60.0
+        episodes, engine.stream(), lambda record: Trajectory(**record.values), TEXTS, turn_seconds=300.0
     ):
         assert episode.error is None
         found |= {record.rollout_id: Trajectory(**record.values) for record in episode.records}
@@ -117,7 +117,7 @@ def test_a_fork_draws_anew(build: Build):
     episode = [Episode(replace(r, stop_ids=()), forked) for r in make_requests(9, 30)]
     differ = 0
     check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
-    for each in play(episode, build().stream(), check, TEXTS, turn_seconds=60.0):
+    for each in play(episode, build().stream(), check, TEXTS, turn_seconds=300.0):
         first, other = (record.values["token_ids"].tolist() for record in each.records)
         differ += first != other
     assert differ >= 6  # greedy ones are equal

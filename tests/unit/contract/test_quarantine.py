@@ -215,6 +215,28 @@ def test_withdrawn_records_count_towards_the_rate_that_stops_a_run(tmp_path: Pat
         quarantine.withdraw(good, failed, trainer_version=3)
 
 
+def test_an_episode_is_admitted_whole_or_refused_whole(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0", "r1")
+    admitted = quarantine.admit_episode("r0", [record("r0"), record("r0~1")], trainer_version=3)
+    assert [t.lineage.rollout_id for t in admitted or ()] == ["r0", "r0~1"]
+    assert quarantine.admit_episode("r1", [record("r1"), broken("r1~1")], trainer_version=3) is None
+    assert (quarantine.num_admitted, quarantine.num_refused) == (2, 2)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert quarantine.refusal_of("r1").reason in quarantine.counts
+    # Only a request makes an episode's sessions known, and only once.
+    assert quarantine.admit(record("r0~1"), trainer_version=3) is None
+    assert quarantine.admit_episode("r0", [record("r0~5")], trainer_version=3) is None
+    assert quarantine.refusal_of("r0").reason == "rollout_duplicate"
+
+
+def test_an_episode_without_a_token_leaves_its_reason(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    failed = ContractError(Reason.EPISODE_FAILED, field="episode", seen="KeyError: 'x'", expected="rewards")
+    quarantine.refuse_episode("r0", [], failed, trainer_version=3)
+    assert quarantine.counts == {"episode_failed": 1}
+    assert read_quarantined(only_entry(tmp_path))[0]["seen"] == "KeyError: 'x'"
+
+
 def test_an_answer_to_a_forgotten_request_is_refused(tmp_path: Path):
     quarantine = gate(tmp_path, "r0")
     quarantine.admit(record(), trainer_version=3)

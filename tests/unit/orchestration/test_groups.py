@@ -36,6 +36,45 @@ def test_every_step_trains_its_own_groups_in_the_order_of_requests() -> None:
     assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (36, 36, 0)
 
 
+def test_an_episode_counts_once_however_many_sessions_it_had(tmp_path: Path) -> None:
+    def with_two_sessions(rollout_id: str, version: int) -> list[Trajectory]:
+        sessions = [answer(rollout_id, version), answer(rollout_id, version)]
+        names = (rollout_id, f"{rollout_id}~1")
+        return [
+            replace(t, lineage=replace(t.lineage, rollout_id=name, episode_id=rollout_id))
+            for t, name in zip(sessions, names, strict=True)
+        ]
+
+    groups, _ = source(with_two_sessions, "rl.keep=3", "rl.keep_by=shortest")
+    batch = groups.batch()
+    assert len(batch) == 3 * 3 * 2
+    trained(groups)
+    assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (12, 9, 0)
+    assert dict(groups.ledger.filtered) == {"not_kept": 3}
+
+
+def test_a_finished_group_of_episodes_is_not_sampled_again_after_a_crash() -> None:
+    def with_a_fork(rollout_id: str, version: int) -> list[Trajectory]:
+        first = answer(rollout_id, version)
+        lineage = replace(first.lineage, episode_id=rollout_id)
+        fork = replace(lineage, rollout_id=f"{rollout_id}~1", parent_rollout_id=rollout_id, fork_at=4)
+        return [replace(first, lineage=lineage), replace(first, lineage=fork)]
+
+    before, _ = source(with_a_fork, *BESIDE)
+    before.batch()
+    trained(before)
+    before.committed(1, snapshot := before.snapshot())
+    batch = before.batch()
+    before.close()
+    after, collector = source(with_a_fork, *BESIDE)
+    after.restore(snapshot, 1)
+    after.recover()
+    again = after.batch()
+    assert [t.lineage for t in again] == [t.lineage for t in batch]
+    assert not {t.lineage.episode for t in again} & {name for asked in collector.asked for name in asked}
+    after.close()
+
+
 def test_a_filtered_group_is_replaced_by_the_next_prompt_within_the_step() -> None:
     first: list[str] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import RewardError
-from moerl.orchestration.selection import select
+from moerl.orchestration.selection import num_episodes, select
+
+_NUMBERS = count()
 
 
-def response(reward: float, num_sampled: int = 4, style: float = 0.0) -> Trajectory:
+def response(reward: float, num_sampled: int = 4, style: float = 0.0, episode_id: str = "") -> Trajectory:
     made = make_trajectory(np.random.default_rng(0), num_sampled=num_sampled)
-    return replace(made, rewards={"reward": reward, "style": style})
+    lineage = replace(made.lineage, rollout_id=f"r{next(_NUMBERS)}", episode_id=episode_id)
+    return replace(made, lineage=lineage, rewards={"reward": reward, "style": style})
 
 
 @settings(deadline=None)
@@ -51,3 +55,14 @@ def test_the_best_successes_are_kept_and_failures_are_drawn() -> None:
 def test_a_reward_that_the_task_does_not_give_is_refused() -> None:
     with pytest.raises(RewardError, match=r"rl.keep_by: no such reward; seen: tone; expected: shortest, reward, style"):
         select([response(0.0), response(1.0), response(1.0)], 2, "tone", (0, 0))
+
+
+def test_episodes_are_kept_whole_and_count_once() -> None:
+    group = [
+        response(reward, episode_id=name) for name, reward in zip("aabbccdd", (0, 1, 1, 0, 0, 0, 1, 1), strict=True)
+    ]
+    kept = select(group, 2, "shortest", (0, 0))
+    assert num_episodes(group) == 4
+    assert num_episodes(kept) == 2
+    assert len(kept) == 4
+    assert len({trajectory.lineage.episode for trajectory in kept} & {"b", "d"}) == 1, "the first session counts"

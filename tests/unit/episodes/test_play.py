@@ -1,0 +1,330 @@
+"""Ends of episodes: whatever an environment or an engine does, each episode ends once, and with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from episode_texts import TEXTS
+from factories import FULL, SPEC, make_trajectory, values_of
+
+from moerl.contract.episodes import Session
+from moerl.contract.ports import RolloutRecord, RolloutRequest
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
+from moerl.episodes.play import Episode, Patience, PlayedEpisode, play
+from moerl.errors import EngineError, EpisodeError, RewardError
+
+NUM_TOKENS = 40
+Environment = Callable[[Session], Awaitable[Mapping[str, float]]]
+
+
+def response(request: RolloutRequest, reason: FinishReason = FinishReason.STOP, **changes: Any) -> RolloutRecord:
+    """An answer of up to three tokens behind the prompt."""
+    length = min(3, request.max_new_tokens)
+    made = make_trajectory(
+        np.random.default_rng(0), num_prompt=len(request.prompt_ids), num_sampled=length, sampling=FULL
+    )
+    ids = made.token_ids.copy()
+    ids[: len(request.prompt_ids)] = request.prompt_ids
+    values = values_of(made) | {"token_ids": ids, "lineage": request.lineage, "finish_reason": reason}
+    return RolloutRecord(request.lineage.rollout_id, "fake", 0, values | changes)
+
+
+class FakeStream:
+    """Answers every request, by default at once; keeps the requests."""
+
+    def __init__(self, answers: Callable[[RolloutRequest], Sequence[RolloutRecord]] = lambda r: [response(r)]) -> None:
+        self.answers = answers
+        self.asked: list[RolloutRequest] = []
+        self.is_closed = False
+        self.error: Exception | None = None
+        self._records: queue.SimpleQueue[list[RolloutRecord] | None] = queue.SimpleQueue()
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.asked += requests
+        self._records.put([record for request in requests for record in self.answers(request)])
+
+    def end(self) -> None:
+        self._records.put(None)
+
+    def __iter__(self) -> Iterator[list[RolloutRecord]]:
+        while (records := self._records.get()) is not None:
+            if self.error is not None:
+                raise self.error
+            yield records
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def check(record: RolloutRecord) -> Trajectory:
+    return Trajectory(**record.values)
+
+
+def request(name: str = "r0") -> RolloutRequest:
+    return RolloutRequest(Lineage(name, "p", "g"), (5, 6, 7), FULL, NUM_TOKENS)
+
+
+def ends(
+    environment: Environment, stream: FakeStream | None = None, count: int = 1, turn_seconds: float = 300.0
+) -> list[PlayedEpisode]:
+    episodes = [Episode(request(f"r{i}"), environment) for i in range(count)]
+    return list(play(episodes, stream or FakeStream(), check, TEXTS, turn_seconds=turn_seconds))
+
+
+def reason(environment: Environment, stream: FakeStream | None = None) -> tuple[str, str]:
+    """Returns reason and cause of the one episode, which was refused."""
+    (episode,) = ends(environment, stream)
+    assert episode.error is not None
+    return str(episode.error.reason), str(episode.error.seen)
+
+
+async def one_turn(session: Session) -> Mapping[str, float]:
+    await session.sample()
+    return {"reward": 1.0}
+
+
+def test_rewards_of_an_episode_are_those_of_its_records() -> None:
+    (episode,) = ends(one_turn)
+    assert [record.values["rewards"] for record in episode.records] == [{"reward": 1.0}]
+    assert episode.error is None
+
+
+def test_no_episodes_end_at_once() -> None:
+    assert ends(one_turn, count=0) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected", "cause"),
+    [
+        (KeyError("x"), Reason.EPISODE_FAILED, "KeyError: 'x'"),
+        (SystemExit(3), Reason.EPISODE_FAILED, "SystemExit: 3"),
+        (asyncio.CancelledError(), Reason.EPISODE_FAILED, "cancelled its own episode"),
+        (RewardError("no reward", seen="nan"), Reason.REWARD_FAILED, "no reward: nan"),
+        (TimeoutError("tool"), Reason.EPISODE_FAILED, "TimeoutError: tool"),
+    ],
+)
+def test_an_environment_that_raises_is_refused_with_what_it_raised(
+    problem: BaseException, expected: Reason, cause: str
+) -> None:
+    async def raises(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        raise problem
+
+    seen = reason(raises)
+    assert seen[0] == expected
+    assert cause in seen[1]
+
+
+def test_what_was_sampled_before_the_failure_is_kept_in_its_record() -> None:
+    async def raises(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        raise KeyError("x")
+
+    (episode,) = ends(raises)
+    assert [len(record.values["token_ids"]) for record in episode.records] == [6]
+
+
+def test_an_environment_that_takes_too_long_is_refused_and_the_others_go_on() -> None:
+    async def hangs_once(session: Session) -> Mapping[str, float]:
+        turn = await session.sample()
+        if not hung:
+            hung.append(turn)
+            await asyncio.sleep(3600)
+        return {"reward": 1.0}
+
+    hung: list[object] = []
+    found = ends(hangs_once, count=3, turn_seconds=2.0)
+    assert [episode.error is None for episode in found] == [True, True, False]
+    assert found[-1].error is not None
+    assert "no request for 2 s" in str(found[-1].error.seen)
+
+
+class FakeTimeout:
+    """Keeps the deadlines that it was given; None for none."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[float | None] = []
+
+    def reschedule(self, when: float | None) -> None:
+        self.deadlines.append(when)
+
+    def expired(self) -> bool:
+        return False
+
+
+def test_the_clock_of_an_environment_stands_still_while_any_of_its_sessions_samples() -> None:
+    async def two_at_once() -> float:
+        with patience.waiting():
+            with patience.waiting():
+                assert limit.deadlines == [None, None]
+            assert limit.deadlines == [None, None]
+        return asyncio.get_running_loop().time()
+
+    limit = FakeTimeout()
+    patience = Patience(cast(Any, limit), 7.0)
+    now = asyncio.run(two_at_once())
+    assert limit.deadlines[-1] == pytest.approx(now + 7.0, abs=60.0)
+    assert len(limit.deadlines) == 3
+
+
+def test_an_episode_without_a_sampled_token_is_refused() -> None:
+    async def nothing(session: Session) -> Mapping[str, float]:
+        return {"reward": 1.0}
+
+    assert reason(nothing) == (Reason.EPISODE_FAILED, "no token was sampled")
+
+
+@pytest.mark.parametrize("rewards", [{"accuracy": 1.0}, None, 7])
+def test_an_episode_without_rewards_is_refused(rewards: Any) -> None:
+    async def unrewarded(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        return rewards
+
+    assert reason(unrewarded)[0] in (Reason.REWARD_FAILED, Reason.EPISODE_FAILED)
+
+
+def test_an_answer_that_breaks_the_contract_ends_its_episode_before_the_environment_sees_it() -> None:
+    stream = FakeStream(lambda r: [response(r, token_ids=np.full(6, 1000, np.int32))])
+    seen: list[object] = []
+
+    async def looks(session: Session) -> Mapping[str, float]:
+        seen.append(await session.sample())
+        return {"reward": 1.0}
+
+    assert reason(looks, stream)[0] == Reason.TOKEN_ID_OUT_OF_RANGE
+    assert seen == []
+
+
+def test_an_answer_behind_other_tokens_is_refused() -> None:
+    def other_prompt(asked: RolloutRequest) -> list[RolloutRecord]:
+        record = response(asked)
+        ids = record.values["token_ids"].copy()
+        ids[1] += 1
+        return [RolloutRecord(record.rollout_id, "fake", 0, {**record.values, "token_ids": ids})]
+
+    assert reason(one_turn, FakeStream(other_prompt)) == (Reason.TURN_BREAKS_OFF, "3 tokens, another one at place 1")
+
+
+def test_an_answer_that_nobody_asked_for_is_refused_and_counts_for_no_episode() -> None:
+    stream = FakeStream(lambda r: [response(request("somebody")), response(r), response(r)])
+    found = ends(one_turn, stream)
+    assert sorted((each.rollout_id, getattr(each.error, "reason", "")) for each in found) == [
+        ("r0", ""),
+        ("r0#0", Reason.ROLLOUT_UNREQUESTED),
+        ("somebody", Reason.ROLLOUT_UNREQUESTED),
+    ]
+
+
+def test_an_answer_that_comes_after_its_environment_gave_it_up_is_dropped() -> None:
+    held: list[RolloutRequest] = []
+
+    async def gives_up(session: Session) -> Mapping[str, float]:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.sample(), 0.01)
+        stream.answers = lambda r: [response(held.pop()), response(r)]
+        turn = await session.sample()
+        return {"reward": float(len(turn.token_ids))}
+
+    stream = FakeStream(lambda r: held.append(r) or [])
+    (episode,) = ends(gives_up, stream)
+    assert episode.error is None
+    assert [r.lineage.rollout_id for r in stream.asked] == ["r0#0", "r0#1"]
+
+
+def test_an_error_of_the_engine_is_raised_and_leaves_no_thread() -> None:
+    stream = FakeStream()
+    stream.error = EngineError("all servers are lost")
+    with pytest.raises(EngineError, match="all servers"):
+        ends(one_turn, stream, count=4)
+    assert stream.is_closed
+
+
+def test_a_caller_that_stops_cancels_the_rest() -> None:
+    cancelled: list[bool] = []
+
+    async def waits(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        if len(stream.asked) > 1:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+        return {"reward": 1.0}
+
+    stream = FakeStream()
+    played = play(
+        [Episode(request(), one_turn), Episode(request("r1"), waits)], stream, check, TEXTS, turn_seconds=60.0
+    )
+    assert next(played).rollout_id == "r0"
+    played.close()
+    assert stream.is_closed
+
+
+def test_a_session_says_how_much_is_left_and_when_it_is_over() -> None:
+    left: list[int] = []
+
+    async def to_the_end(session: Session) -> Mapping[str, float]:
+        while not session.is_over:
+            left.append(session.num_left)
+            await session.sample(3)
+            session.observe("abcdefg")
+        with pytest.raises(EpisodeError, match="is over"):
+            await session.sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(to_the_end)
+    assert left == [40, 30, 20, 10]
+    assert len(episode.records[0].values["token_ids"]) == 3 + 40 - 7, "an observation at the end is left out"
+
+
+def test_calls_that_a_session_does_not_allow_are_refused_by_name() -> None:
+    async def wrong(session: Session) -> Mapping[str, float]:
+        first = asyncio.ensure_future(session.sample())
+        await asyncio.sleep(0)
+        with pytest.raises(EpisodeError, match="observe in a session that samples"):
+            session.observe("x")
+        with pytest.raises(EpisodeError, match="fork in a session that samples"):
+            session.fork()
+        with pytest.raises(EpisodeError, match="sample in a session that samples"):
+            await session.sample()
+        await first
+        with pytest.raises(EpisodeError, match="no token"):
+            session.observe("")
+        with pytest.raises(EpisodeError, match="max_tokens"):
+            await session.sample(0)
+        return {"reward": 1.0}
+
+    (episode,) = ends(wrong)
+    assert episode.error is None
+
+
+def test_a_prefix_counts_as_the_start_of_the_first_turn_only() -> None:
+    texts: list[str] = []
+
+    async def two_turns(session: Session) -> Mapping[str, float]:
+        texts.extend([(await session.sample()).text, (await session.sample()).text])
+        return {"reward": 1.0}
+
+    list(play([Episode(request(), two_turns, "think: ")], FakeStream(), check, TEXTS, turn_seconds=300.0))
+    assert [text.startswith("think: ") for text in texts] == [True, False]
+
+
+def test_models_of_the_turns_must_agree() -> None:
+    other = type(SPEC)(SPEC.num_moe_layers, SPEC.experts_per_token, SPEC.num_experts, SPEC.vocab_size, "another")
+
+    def changes(asked: RolloutRequest) -> list[RolloutRecord]:
+        return [response(asked, **({"spec": other} if asked.lineage.rollout_id.endswith("#1") else {}))]
+
+    async def two_turns(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        await session.sample()
+        return {"reward": 1.0}
+
+    assert reason(two_turns, FakeStream(changes))[0] == Reason.SPEC_MISMATCH

@@ -1,0 +1,91 @@
+"""The task `guess`: disjoint problems, and an environment that answers every kind of turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from moerl.contract.episodes import EpisodeTask, SampledTurn
+from moerl.contract.ports import DemonstrationTask, Prompt
+from moerl.contract.trajectory import FinishReason
+from moerl.errors import ConfigError
+from moerl.tasks.guess import GuessTask, GuessTaskConfig
+
+
+def config(largest: int = 99, span: int = 9, max_guesses: int = 4) -> GuessTaskConfig:
+    return GuessTaskConfig(name="guess", largest=largest, span=span, max_guesses=max_guesses)
+
+
+class FakeSession:
+    """Samples the texts of a test; over when none is left."""
+
+    def __init__(self, texts: Sequence[str], reason: FinishReason = FinishReason.STOP) -> None:
+        self.texts, self.reason = list(texts), reason
+        self.observed: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        return not self.texts
+
+    async def sample(self) -> SampledTurn:
+        return SampledTurn(self.texts.pop(0), (1,), self.reason)
+
+    def observe(self, text: str) -> None:
+        self.observed.append(text.strip())
+
+
+PROMPT = Prompt("p", "A number from 10 to 19:\n", {"low": 10, "secret": 14})
+
+
+def played(session: FakeSession, task: GuessTask | None = None) -> tuple[float, float, list[str]]:
+    rewards = asyncio.run((task or GuessTask(config())).play(PROMPT, cast(Any, session)))
+    assert rewards["reward"] == rewards["accuracy"]
+    return rewards["reward"], rewards["guesses"], session.observed
+
+
+def test_hints_lead_to_the_number() -> None:
+    assert played(FakeSession(["12", "17", "14", "15"])) == (1.0, 3.0, ["higher", "lower"])
+
+
+def test_what_is_no_number_is_called_so_and_uses_up_a_guess() -> None:
+    assert played(FakeSession(["x", "", "-14", "14 "])) == (0.0, 4.0, ["no number"] * 4)
+
+
+def test_a_number_that_was_cut_off_is_none() -> None:
+    assert played(FakeSession(["14", "14"], FinishReason.LENGTH)) == (0.0, 2.0, ["no number"] * 2)
+
+
+def test_an_episode_ends_with_its_guesses_or_its_tokens() -> None:
+    assert played(FakeSession(["11"] * 9))[1] == 4.0
+    assert played(FakeSession(["11"]))[1] == 1.0
+
+
+def test_splits_are_disjoint_and_hold_every_problem() -> None:
+    task = GuessTask(config())
+    splits = {name: task.prompts(name, task.size(name)) for name in ("train", "dev", "heldout")}
+    problems = [(p.facts["low"], p.facts["secret"]) for prompts in splits.values() for p in prompts]
+    assert len(set(problems)) == len(problems) == 90 * 10
+    assert len({p.prompt_id for prompts in splits.values() for p in prompts}) == len(problems)
+    assert task.prompts("dev", 3) == splits["dev"][:3]
+
+
+def test_it_is_a_task_of_episodes_with_demonstrations_inside_the_range() -> None:
+    task = GuessTask(config())
+    assert isinstance(task, EpisodeTask)
+    assert isinstance(task, DemonstrationTask)
+    prompts = task.prompts("train", 50)
+    guesses = task.demonstrations(prompts, seed=1)
+    assert guesses == task.demonstrations(prompts, seed=1)
+    assert all(p.facts["low"] <= int(text) <= p.facts["low"] + 9 for p, text in zip(prompts, guesses, strict=True))
+
+
+def test_too_few_problems_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.largest"):
+        config(largest=5, span=9).check(sft_steps=0)
+    with pytest.raises(ConfigError, match="that many prompts"):
+        GuessTask(config()).prompts("dev", 10**6)
+    with pytest.raises(ConfigError, match="unknown split"):
+        GuessTask(config()).size("test")
