@@ -102,5 +102,7 @@ class EpisodeTask(Task, Protocol):
         ...
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
-        """Raises `NotImplementedError`: an episode gets its rewards from `play`."""
-        raise NotImplementedError("an episode gets its rewards from `play`")
+        """Returns a future that is cancelled: an episode gets its rewards from `play`."""
+        unused: Future[dict[str, float]] = Future()
+        unused.cancel()
+        return unused

@@ -228,7 +228,9 @@ def _played(
     records: list[RolloutRecord] = []
     try:
         for number, session in enumerate(session for session in family if session.turns):
-            values = session.record() | ({} if error else {"rewards": rewards[number]})
+            values = session.record()
+            if error is None:
+                values["rewards"] = rewards[number]
             version = int(values["policy_versions"].max())
             records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
     except ContractError as broken:

@@ -279,7 +279,7 @@ class Collector:
 
     def _decode(self, ids: Sequence[int]) -> str:
         with self._decoding:
-            return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:

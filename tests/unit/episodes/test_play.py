@@ -320,7 +320,8 @@ def test_models_of_the_turns_must_agree() -> None:
     other = type(SPEC)(SPEC.num_moe_layers, SPEC.experts_per_token, SPEC.num_experts, SPEC.vocab_size, "another")
 
     def changes(asked: RolloutRequest) -> list[RolloutRecord]:
-        return [response(asked, **({"spec": other} if asked.lineage.rollout_id.endswith("#1") else {}))]
+        is_second = asked.lineage.rollout_id.endswith("#1")
+        return [response(asked, spec=other) if is_second else response(asked)]
 
     async def two_turns(session: Session) -> Mapping[str, float]:
         await session.sample()
