@@ -14,8 +14,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from moerl.contract.demands import shown
 from moerl.contract.episodes import Session
@@ -24,6 +24,8 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, MoerlError, RewardError, closing
+
+_CANCEL_SECONDS = 5.0
 
 Check = Callable[[RolloutRecord], Trajectory]
 """Returns an answer as a checked trajectory; raises `ContractError`."""
@@ -125,11 +127,15 @@ class _Stage:
                 return
 
     def close(self) -> None:
-        """Cancels what is left and ends the loop."""
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
+        """Cancels what is left and ends the loop. An environment that holds on to the loop is left behind: its thread
+        ends with the process."""
+        cancelled = asyncio.run_coroutine_threadsafe(self._cancel(), self._loop)
+        with suppress(TimeoutError):
+            cancelled.result(_CANCEL_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(_CANCEL_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     # --- in the event loop -------------------------------------------------------------------------------------------
 
@@ -147,7 +153,7 @@ class _Stage:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # also if one of them goes on: `close` waits no longer
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
         name = request.lineage.rollout_id
@@ -205,8 +211,11 @@ class Patience:
     """Clock of an environment: stands still while any session of the episode waits for the engine."""
 
     limit: asyncio.Timeout
+    """Limit of the episode."""
     seconds: float
-    num_waiting: int = field(default=0)
+    """Seconds that the environment has from the end of a wait on."""
+    num_waiting: int = 0
+    """Sessions that wait for the engine."""
 
     @contextmanager
     def waiting(self) -> Generator[None]:

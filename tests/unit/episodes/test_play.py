@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -329,3 +330,25 @@ def test_models_of_the_turns_must_agree() -> None:
         return {"reward": 1.0}
 
     assert reason(two_turns, FakeStream(changes))[0] == Reason.SPEC_MISMATCH
+
+
+def test_an_environment_that_does_not_let_itself_be_cancelled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moerl.episodes.play._CANCEL_SECONDS", 0.05)
+    released = threading.Event()
+
+    async def stubborn(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        released.wait()
+        return {"reward": 1.0}
+
+    def answers(asked: RolloutRequest) -> list[RolloutRecord]:
+        return [response(asked)]
+
+    stream = FakeStream(answers)
+    played = play(
+        [Episode(request(), one_turn), Episode(request("r1"), stubborn)], stream, check, TEXTS, turn_seconds=300.0
+    )
+    assert next(played).rollout_id == "r0"
+    played.close()
+    assert stream.is_closed
+    released.set()
