@@ -1,0 +1,63 @@
+"""Runs whose prompts are played in several turns: proved, accounted for, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moerl_runs import Fault, Runs, rows
+
+from moerl.buffer.ledger import LEDGER_FILE, Ledger
+from moerl.contract.disk import read_parquet
+from moerl.contract.trajectory import Trajectory, TurnKind
+
+STEPS, PER_STEP = 3, 16
+GUESS = ("recipe=tiny", "task=guess", f"rl.steps={STEPS}")
+BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+
+
+def trained(run: Path) -> list[Trajectory]:
+    return [t for step in range(1, STEPS + 1) for t in read_parquet(run / "rollouts" / f"step-{step:06d}.parquet")]
+
+
+def assert_whole(run: Path) -> None:
+    """Every episode is trained once, with the turns that it had, as the engine sampled it."""
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    assert (ledger.issued, ledger.trained, ledger.pending) == (STEPS * PER_STEP, STEPS * PER_STEP, 0)
+    episodes = trained(run)
+    assert len({t.lineage.rollout_id for t in episodes}) == len(episodes) == STEPS * PER_STEP
+    assert any(turn.kind is TurnKind.OBSERVATION for t in episodes for turn in t.turns)
+    for trajectory in episodes:
+        num_turns = sum(turn.kind is TurnKind.SAMPLED for turn in trajectory.turns)
+        assert num_turns == trajectory.rewards["guesses"]
+        assert trajectory.routed.all()
+    steps = [row for row in rows(run) if row["stage"] == "rl"]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert all(row["mismatch/logprob_abs_mean"] < 1e-5 for row in steps), "float32: both agree in every turn"
+    assert all(row["replay/rows_verified"] > 0 for row in steps)
+
+
+def test_a_run_of_episodes_trains_every_turn_under_its_own_routes(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = forked.run("train", *GUESS, f"run_dir='{run}'")
+    assert finished.status == 0, finished.output
+    assert_whole(run)
+
+
+@pytest.mark.slow
+def test_a_run_of_episodes_that_was_killed_goes_on_from_its_journal(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})
+    assert forked.run("train", *GUESS, *BESIDE, f"run_dir='{run}'", fault=kill).status == -signal.SIGKILL
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert "finished groups that are taken from the journal: " in finished.output
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    assert (ledger.trained, ledger.pending) == (STEPS * PER_STEP, 0)
+    names = [t.lineage.rollout_id for t in trained(run)]
+    assert len(set(names)) == len(names) == STEPS * PER_STEP
+    ages = np.concatenate([t.policy_versions[t.sampled] for t in trained(run)])
+    assert ages.min() >= 0
