@@ -29,6 +29,9 @@ class RolloutRequest:
     """>= 1."""
     stop_ids: tuple[int, ...] = ()
     """Token ids; sampling one of these ends the rollout, and it stays in the trajectory."""
+    known_rows: int = 0
+    """First inputs whose experts the answer leaves out: their rows are zeros and not routed. Fewer than the prompt has
+    tokens."""
 
 
 class ReportedLayers(StrEnum):

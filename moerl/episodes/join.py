@@ -17,6 +17,7 @@ _PER_TOKEN = ("token_ids", "sampled", "rollout_logprobs", "kept_logmass", "polic
 def join(turns: Sequence[Trajectory], lineage: Lineage) -> dict[str, Any]:
     """Returns the `Trajectory` fields of a session: of each turn, the tokens that are new with it.
 
+    Rows of inputs before that are not looked at: a turn need not bring them (`RolloutRequest.known_rows`).
     Tokens that a turn has behind those of the turn before, and did not sample, are an observation. The experts of a
     token are those of the first turn in which it was an input: the last sampled token of a turn is one in the next
     turn. Timings are summed up.

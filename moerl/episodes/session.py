@@ -86,6 +86,7 @@ class TokenSession:
             lineage=replace(self.request.lineage, rollout_id=turn_id),
             prompt_ids=tuple(self._ids),
             max_new_tokens=min(self.num_left, max_tokens or self.num_left),
+            known_rows=len(self.turns[-1]) - 1 if self.turns else 0,
         )
         self._is_asking = True
         try:

@@ -36,6 +36,8 @@ def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_posi
         _check_tokens(rollout_id, "prompt_ids", request.prompt_ids, spec.vocab_size)
         _check_tokens(rollout_id, "stop_ids", request.stop_ids, spec.vocab_size)
         _check_sampling(rollout_id, request.sampling)
+        if not 0 <= request.known_rows < len(request.prompt_ids):
+            raise _refusal(rollout_id, "known_rows", request.known_rows, f"in [0, {len(request.prompt_ids)})")
 
 
 def _check_lengths(request: RolloutRequest, max_positions: int) -> None:

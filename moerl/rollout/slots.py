@@ -182,6 +182,8 @@ class SlotTable:
         kept_sizes = self._kept_sizes[row]
         offsets = np.zeros(num_tokens + 1, np.int64)
         np.cumsum(kept_sizes, out=offsets[1:])
+        expert_ids = self._expert_ids[slot, : num_tokens - 1].copy()
+        expert_ids[: request.known_rows] = 0
         return {
             "spec": self._spec,
             "lineage": request.lineage,
@@ -194,8 +196,8 @@ class SlotTable:
             "rollout_logprobs": self._rollout_logprobs[row].copy(),
             "kept_logmass": self._kept_logmass[row].copy(),
             "policy_versions": self._policy_versions[row].copy(),
-            "expert_ids": self._expert_ids[slot, : num_tokens - 1].copy(),
-            "routed": np.ones(num_tokens - 1, np.bool_),
+            "expert_ids": expert_ids,
+            "routed": np.arange(num_tokens - 1) >= request.known_rows,
             "kept": KeptSets(offsets, self._pool.take(self._kept_starts[row], kept_sizes)),
             "truncated": self._truncated[row].copy(),
             "finish_reason": reason,

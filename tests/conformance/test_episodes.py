@@ -21,6 +21,7 @@ from conformance_cases import (
 from episode_texts import TEXTS
 
 from moerl.contract.episodes import Session
+from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory, TurnKind
 from moerl.episodes.play import Episode, play
 
@@ -83,6 +84,22 @@ def test_every_turn_is_scored_and_routed_as_by_a_full_forward_pass(build: Build,
         assert kinds == [TurnKind.PROMPT, *[TurnKind.SAMPLED, TurnKind.OBSERVATION] * 2, TurnKind.SAMPLED]
         hints = [trajectory.token_ids[turn.start : turn.end].tolist() for turn in trajectory.turns[2:5:2]]
         assert hints == [TEXTS.encode("hint"), TEXTS.encode("hinthint")]
+
+
+def test_a_turn_brings_the_experts_of_new_inputs_only(build: Build):
+    brought: dict[str, list[int]] = {}
+
+    def check(record: RolloutRecord) -> Trajectory:
+        trajectory = Trajectory(**record.values)
+        name = record.rollout_id.partition("#")[0]
+        brought.setdefault(name, []).append(int(trajectory.routed.sum()))
+        assert not trajectory.expert_ids[~trajectory.routed].any()
+        return trajectory
+
+    episodes = [Episode(r, with_hints) for r in make_requests(6, 60)]
+    for episode in play(episodes, build().stream(), check, TEXTS, turn_seconds=300.0):
+        (record,) = episode.records
+        assert sum(brought[episode.rollout_id]) == len(record.values["token_ids"]) - 1
 
 
 def test_branches_share_their_prefix_and_train_it_once(build: Build, subject: Subject):

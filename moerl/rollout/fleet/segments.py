@@ -45,7 +45,7 @@ def first_row(request: RolloutRequest, num_before: int) -> int:
 
     The last of these tokens has no row yet: it was never an input.
     """
-    return len(request.prompt_ids) + num_before - 1 if num_before else 0
+    return len(request.prompt_ids) + num_before - 1 if num_before else request.known_rows
 
 
 def trajectory_values(
@@ -65,6 +65,8 @@ def trajectory_values(
     offsets = np.zeros(num_tokens + 1, np.int64)
     np.cumsum(behind_prompt([segment.kept_sizes for segment in segments], 0), out=offsets[1:])
     sampled = np.arange(num_tokens) >= num_prompt
+    rows = [segment.expert_ids for segment in segments]
+    known = np.zeros((request.known_rows, *rows[0].shape[1:]), rows[0].dtype)
     return {
         "spec": spec,
         "lineage": request.lineage,
@@ -77,8 +79,8 @@ def trajectory_values(
         "rollout_logprobs": behind_prompt([segment.rollout_logprobs for segment in segments], 0),
         "kept_logmass": behind_prompt([segment.kept_logmass for segment in segments], 0),
         "policy_versions": behind_prompt([segment.policy_versions for segment in segments], -1),
-        "expert_ids": np.concatenate([segment.expert_ids for segment in segments]),
-        "routed": np.ones(num_tokens - 1, np.bool_),
+        "expert_ids": np.concatenate([known, *rows]),
+        "routed": np.arange(num_tokens - 1) >= request.known_rows,
         "kept": KeptSets(offsets, np.concatenate([segment.kept_ids for segment in segments])),
         "truncated": sampled & request.sampling.cuts,
         "finish_reason": reason,

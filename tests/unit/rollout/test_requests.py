@@ -35,6 +35,8 @@ def test_a_request_that_just_fits_is_accepted():
         ({"sampling": SamplingParams(top_k=0)}, "top_k"),
         ({"sampling": SamplingParams(top_k=4097)}, "top_k"),
         ({"sampling": SamplingParams(seed=2**63)}, "seed"),
+        ({"known_rows": -1}, "known_rows"),
+        ({"known_rows": 3}, "known_rows"),
     ],
     ids=str,
 )
