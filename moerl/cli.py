@@ -192,7 +192,7 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
 
 def _plan(command: str, options: argparse.Namespace) -> int:
     """Prints a plan for `moerl train`; starts nothing."""
-    from moerl.config.hub import say_model
+    from moerl.config.hub_model import say_model
     from moerl.config.load import load_plan
     from moerl.launch.plan import machine_of_plan, plan_memory
     from moerl.launch.plan_weights import GB, plan_weights
@@ -341,8 +341,8 @@ def _verify(arguments: list[str]) -> int:
         print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
         return 0
     options = parser.parse_args(arguments)
-    from moerl.config.hub import model_directory
     from moerl.config.paths import check_verify, dump_files
+    from moerl.machine.hub import model_directory
 
     dump_files(dump := options.dump.resolve())
     model = model_directory(options.model, "--model")

@@ -32,8 +32,8 @@ _HUB = "the library of the hub reads the hub's answers: files, with their sizes 
 EXCEPTIONS = {
     "moerl/http/client.py:aiohttp": "the reader",
     "moerl/http/client.py:urllib.request": "which proxies the environment names; nothing is asked",
-    "moerl/config/hub.py:huggingface_hub": _HUB,
-    "moerl/config/hub.py:httpx": "errors that the library of the hub raises; nothing is asked",
+    "moerl/machine/hub.py:huggingface_hub": _HUB,
+    "moerl/machine/hub.py:httpx": "errors that the library of the hub raises; nothing is asked",
     "moerl/machine/hub_errors.py:huggingface_hub": _HUB,
     "moerl/machine/hub_errors.py:httpx": "errors that the library of the hub raises; nothing is asked",
     "moerl/tasks/data/hub_sets.py:huggingface_hub": _HUB,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 from huggingface_hub import constants
 
-from moerl.config.hub import locate
+from moerl.machine.hub import locate
 
 Sets = Mapping[str, Mapping[str, Mapping[str, bytes]]]
 """Files by name, by revision, by OWNER/NAME."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from moerl.config.checks import COMMANDS, check_command, check_model_fits, check_run
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
-from moerl.config.hub import with_hub_model
+from moerl.config.hub_model import with_hub_model
 from moerl.config.moved import as_of_today
 from moerl.config.passed_on import passed_on_notes
 from moerl.config.reference import COMMAND_KEY, is_known

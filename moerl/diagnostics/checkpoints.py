@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.config.hub import hub_name, model_directory
 from moerl.errors import ConfigError
+from moerl.machine.hub import hub_name, model_directory
 
 
 @dataclass(frozen=True, slots=True)

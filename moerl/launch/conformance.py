@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.command_texts import CONFORMANCE
-from moerl.config.hub import model_directory
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
+from moerl.machine.hub import model_directory
 from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck
 
 EMBEDDED = "embedded:"

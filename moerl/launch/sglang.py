@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from moerl.config.hub import model_directory
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, options_text
 from moerl.launch.overview import SGLANG
+from moerl.machine.hub import model_directory
 from moerl.machine.model_tensors import check_weights
 from moerl.rollout.fleet.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.client import ServerClient

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from moerl.buffer.journal import Journal
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device
-from moerl.config.hub import hub_model
+from moerl.config.hub_model import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from moerl.config.hub import fetch_weights, hub_model, with_hub_model
+from moerl.config.hub_model import hub_model, with_hub_model
 from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
+from moerl.machine.hub import fetch_weights
 from moerl.machine.model_files import INITIAL_MODEL
 from moerl.models.description import read_model
 from moerl.ranks.libraries import quiet_libraries

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from moerl.config.hub import hub_model
+from moerl.config.hub_model import hub_model
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts

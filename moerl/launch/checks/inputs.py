@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.checks import check_command, check_model_fits, check_run, describe_model
-from moerl.config.hub import hub_model, missing_weights, prepare_model
+from moerl.config.hub_model import hub_model, prepare_model
 from moerl.config.problems import check_problems
 from moerl.config.rollouts import DumpsRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.diagnostics.dumps.opening import needs_torch
@@ -19,6 +19,7 @@ from moerl.diagnostics.dumps.survey import batches, check_fits, survey
 from moerl.errors import ConfigError, EngineError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.servers import refuse_ended
+from moerl.machine.hub import missing_weights
 from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
 from moerl.rollout.sglang.patches import verify_installation

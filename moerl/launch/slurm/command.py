@@ -14,7 +14,7 @@ from moerl.config.auto_resume import stored_run
 from moerl.config.checks import config_notes
 from moerl.config.command_texts import LAUNCH_SLURM
 from moerl.config.compose import compose_values
-from moerl.config.hub import say_model
+from moerl.config.hub_model import say_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
 from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig

@@ -15,10 +15,11 @@ from factories import write_hf_model
 from small_hub import Cache, client_environment, commit_of, hub
 
 from moerl.config.auto_resume import resolve_auto
-from moerl.config.hub import hub_name, missing_weights, model_directory, prepare_model
+from moerl.config.hub_model import prepare_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+from moerl.machine.hub import hub_name, missing_weights, model_directory
 from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, read_header
 
 MAIN, MOVED = commit_of("main"), "b" * 40
@@ -26,7 +27,7 @@ RECIPE = ["recipe=pretrained_small", "task=chain_sum", "rollout.max_new_tokens=1
 # A process that reads its environment and prints the commit of a model.
 CHILD = """
 import sys
-from moerl.config.hub import model_directory
+from moerl.machine.hub import model_directory
 from moerl.errors import MoerlError
 try:
     print(model_directory(sys.argv[1], "--model"))
@@ -129,7 +130,7 @@ def test_a_name_becomes_the_snapshot_of_its_commit(cache: Cache, capsys: pytest.
 def test_a_long_fetch_says_how_far_it_is(
     cache: Cache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("moerl.config.hub.HEARTBEAT_SECONDS", 1e-4)
+    monkeypatch.setattr("moerl.machine.hub.HEARTBEAT_SECONDS", 1e-4)
     begin("owner/moe")
     assert re.search(r"\nfetching owner/moe: 0\.00 GB, 0s so far\n", capsys.readouterr().err)
 

@@ -20,11 +20,9 @@ from pathlib import Path
 
 import httpx
 
-from moerl.config.schema import ModelConfig
 from moerl.errors import ConfigError
 from moerl.machine.hub_errors import HOW, hub_errors
 from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, weight_files
-from moerl.machine.model_tensors import check_model
 from moerl.printable import printable
 from moerl.tasks.data.hub_sets import silent_bars
 from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text
@@ -118,7 +116,7 @@ def _ask(repo: str, revision: str, key: str, name: str) -> bool:
     except OfflineModeIsEnabled:
         return False
     except httpx.TransportError as error:
-        _say(f"note: the hub does not answer ({type(error).__name__}); {name} is looked for in the cache")
+        say(f"note: the hub does not answer ({type(error).__name__}); {name} is looked for in the cache")
         return False
     files = [each.rfilename for each in about.siblings or []]
     if not {SINGLE_FILE, INDEX_FILE} & set(files):
@@ -166,61 +164,6 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
         )
 
 
-def with_hub_model(model: ModelConfig, given: object, known: ModelConfig | None = None) -> ModelConfig:
-    """Returns the section `model` of a configuration with a directory as its path.
-
-    Args:
-        model: validated section.
-        given: its path as the user wrote it.
-        known: section of the run that goes on, which keeps its commit if the name is the same, whatever the name stands
-            for by now; None for a new run.
-
-    Raises:
-        ConfigError: as `locate`.
-    """
-    if model.hub is not None and model.path is not None:  # stored by a run
-        if model.path.is_dir():
-            return model
-        found = locate(model.hub, model.commit)
-        _say(f"note: model.path: {model.path} is gone; {found}")
-        return model.model_copy(update={"path": found.folder})
-    name = hub_name(given) if isinstance(given, str) else None
-    if name is None:
-        return model
-    if known is not None and known.hub == name:
-        stored = {"path": known.path, "hub": known.hub, "commit": known.commit}
-        return with_hub_model(model.model_copy(update=stored), given)
-    found = locate(name)
-    return model.model_copy(update={"path": found.folder.resolve(), "hub": name, "commit": found.commit})
-
-
-def hub_model(model: ModelConfig) -> HubModel | None:
-    """Returns the model of the hub that a configuration starts from; None if it starts from another one."""
-    if model.hub is None or model.commit is None or model.path is None:
-        return None
-    return HubModel(model.hub, model.commit, model.path)
-
-
-def say_model(model: ModelConfig) -> None:
-    """Says on standard error which model of the hub a configuration starts from, if it starts from one."""
-    of_hub = hub_model(model)
-    if of_hub is not None:
-        _say(str(of_hub))
-
-
-def prepare_model(model: ModelConfig) -> None:
-    """Fetches what is still missing of a model of the hub, and checks the directory of any.
-
-    Raises:
-        ConfigError: as `fetch_weights` and `check_model`.
-    """
-    of_hub = hub_model(model)
-    if of_hub is not None:
-        fetch_weights(of_hub)
-    if model.path is not None:
-        check_model(model.path)
-
-
 def model_directory(given: str, key: str) -> Path:
     """Returns the absolute directory that an option names: a directory, or a model of the hub, which is fetched and
     named on standard error.
@@ -232,7 +175,7 @@ def model_directory(given: str, key: str) -> Path:
     if name is None:
         return Path(given).resolve()
     model = locate(name, key=key)
-    _say(str(model))
+    say(str(model))
     fetch_weights(model, key)
     return model.folder
 
@@ -246,11 +189,11 @@ def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
     if not, a thread prints a line every `HEARTBEAT_SECONDS`."""
     blobs, began, done = model.folder.parent.parent / "blobs", time.monotonic(), threading.Event()
     before = _bytes_in(blobs)
-    _say(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
+    say(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
 
     def tell() -> None:
         while not done.wait(HEARTBEAT_SECONDS):
-            _say(f"fetching {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB, {_since(began)} so far")
+            say(f"fetching {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB, {_since(began)} so far")
 
     teller = threading.Thread(target=tell, daemon=True)
     if not sys.stderr.isatty():
@@ -261,7 +204,7 @@ def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
         done.set()
         if teller.ident is not None:
             teller.join()
-    _say(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
+    say(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
 
 
 def _since(began: float) -> str:
@@ -279,5 +222,6 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line on standard error, with control characters made visible."""
     print(printable(text), file=sys.stderr, flush=True)
