@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moerl.contract.episodes import Message
 from moerl.episodes.play import Texts
 
 
@@ -15,4 +16,11 @@ def _decode(ids: Sequence[int]) -> str:
     return "".join(chr(64 + number) for number in ids)
 
 
-TEXTS = Texts(_encode, _decode)
+def _render(messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+    """A template that loses nothing: ChatML in short, with `.` as the end of a turn."""
+    text = "".join(f"[{each['name']}]" for each in tools)
+    text += "".join(f"<{each['role'][0]}>{each['content']}.\n" for each in messages)
+    return text + ("<a>" if ask else "")
+
+
+TEXTS = Texts(_encode, _decode, _render)

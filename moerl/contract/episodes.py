@@ -6,13 +6,16 @@ environment writes between them. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from moerl.contract.ports import Prompt, Task
 from moerl.contract.trajectory import FinishReason
+
+Message = Mapping[str, Any]
+"""Message of a conversation, or schema of a tool; plain JSON data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class SampledTurn:
     """Sampled ids, with the one that ended the turn."""
     finish_reason: FinishReason
     """Reason for which sampling ended; `LENGTH` if the turn has as many tokens as it may have."""
+    end_text: str = ""
+    """Text of the token that ended the turn; empty if none did."""
 
 
 class Session(Protocol):
@@ -63,6 +68,15 @@ class Session(Protocol):
 
         Raises:
             EpisodeError: the text has no token, or the session samples.
+        """
+        ...
+
+    async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+        """Returns the text that the model's chat template writes for messages; with `ask`, and the start of an answer.
+        `moerl.contract.conversation.Conversation` keeps a session and its messages together.
+
+        Raises:
+            ConfigError: the model has no template, or it fails on the messages.
         """
         ...
 

@@ -14,18 +14,18 @@ import asyncio
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moerl.contract.demands import shown
-from moerl.contract.episodes import Session
+from moerl.contract.episodes import Message, Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, MoerlError, RewardError, closing
 
-_CANCEL_SECONDS = 5.0
+_CANCEL_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 Check = Callable[[RolloutRecord], Trajectory]
 """Returns an answer as a checked trajectory; raises `ContractError`."""
@@ -64,7 +64,9 @@ class Texts:
     encode: Callable[[str], list[int]]
     """Returns the ids of a text, without special tokens."""
     decode: Callable[[Sequence[int]], str]
-    """Returns the text of sampled ids, without the id that ended them."""
+    """Returns the text of ids."""
+    render: Callable[[Sequence[Message], Sequence[Message], bool], str]
+    """Writes messages as `Session.render` does, and may take seconds."""
 
 
 def play(
@@ -129,12 +131,11 @@ class _Stage:
     def close(self) -> None:
         """Cancels what is left and ends the loop. An environment that holds on to the loop is left behind: its thread
         ends with the process."""
-        cancelled = asyncio.run_coroutine_threadsafe(self._cancel(), self._loop)
-        with suppress(TimeoutError):
-            cancelled.result(_CANCEL_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(_CANCEL_SECONDS)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        else:
             self._loop.close()
 
     # --- in the event loop -------------------------------------------------------------------------------------------
@@ -148,12 +149,17 @@ class _Stage:
             task.add_done_callback(self._tasks.discard)
         await asyncio.sleep(0)
 
-    async def _cancel(self) -> None:
+    def _cancel(self) -> None:
         self._is_closing = True
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # also if one of them goes on: `close` waits no longer
+        self._stop_when_idle()
+
+    def _stop_when_idle(self) -> None:
+        if self._tasks:
+            self._loop.call_later(_POLL_SECONDS, self._stop_when_idle)
+        else:
+            self._loop.stop()
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
         name = request.lineage.rollout_id
@@ -165,6 +171,9 @@ class _Stage:
             del self._asked[name]
             if not answer.done() or answer.cancelled():
                 self._left.add(name)
+
+    async def _render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+        return await asyncio.to_thread(self._texts.render, messages, tools, ask)
 
     def _resolve(self, record: RolloutRecord, answer: Trajectory | ContractError) -> None:
         name: object = record.rollout_id
@@ -184,7 +193,8 @@ class _Stage:
         rewards: list[dict[str, float]] = []
         error: ContractError | None = None
         limit = asyncio.timeout(self._turn_seconds)
-        voice = Voice(self._ask, self._texts.encode, self._texts.decode, Patience(limit, self._turn_seconds).waiting)
+        patience = Patience(limit, self._turn_seconds)
+        voice = Voice(self._ask, self._texts.encode, self._texts.decode, self._render, patience.waiting)
         try:
             async with limit:
                 named = await episode.play(TokenSession(episode.request, voice, family, episode.prefix))

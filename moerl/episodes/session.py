@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moerl.contract.episodes import SampledTurn
+from moerl.contract.episodes import Message, SampledTurn
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
@@ -27,7 +27,9 @@ class Voice:
     encode: Callable[[str], list[int]]
     """Returns the ids of a text, without special tokens."""
     decode: Callable[[Sequence[int]], str]
-    """Returns the text of sampled ids, without the id that ended them."""
+    """Returns the text of ids."""
+    render: Callable[[Sequence[Message], Sequence[Message], bool], Awaitable[str]]
+    """Writes messages as `Session.render` does."""
     waiting: Callable[[], AbstractContextManager[None]]
     """Context in which the episode waits for the engine, not for its environment."""
 
@@ -96,14 +98,19 @@ class TokenSession:
             self._is_asking = False
         check_answer(turn, self._ids)
         sampled = turn.token_ids[len(self._ids) :].tolist()
-        text = ("" if self.turns else self.prefix) + self.voice.decode(sampled)
+        has_end = sampled[-1] in request.stop_ids
+        text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
+        end_text = self.voice.decode(sampled[-1:]) if has_end else ""
         self.turns.append(turn)
         self._ids += sampled
-        return SampledTurn(text, tuple(sampled), turn.finish_reason)
+        return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text)
 
     def observe(self, text: str) -> None:
         self._require_quiet("observe")
         self._ids += self._encode(text)
+
+    async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+        return await self.voice.render(messages, tools, ask)
 
     def fork(self, agent_id: str = "") -> TokenSession:
         self._require_quiet("fork")

@@ -6,7 +6,8 @@ are written once, before anything is trained, and a run that goes on must find t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
@@ -39,13 +40,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], templates: Templates) -> None:
         self._tokenizer, self._options, self._templates = tokenizer, dict(options), templates
         if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                "the tokenizer has no chat template, and the task has messages",
-                seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
-                expected="a template, as instruction-tuned models have",
-                remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
-                " they are (task.text_as=raw)",
-            )
+            raise _no_template()
         self._check_options()
         self._check_date()
 
@@ -146,6 +141,45 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_no
     f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 }
 """Variables of a template that are no options."""
+
+
+class ChatWriter:
+    """Writer of conversations by the chat template of a tokenizer, for episodes. Any thread; one at a time writes.
+
+    Args:
+        options: variables of the template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, options
+        self._templates, self._writing = Templates(), threading.Lock()
+
+    def write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+        """Returns the text of messages, with the start of an answer if `ask`.
+
+        Raises:
+            ConfigError: the tokenizer has no template, or the template fails on the messages.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise _no_template()
+        with self._writing:
+            request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options)
+            return self._templates.write(request)
+
+    def close(self) -> None:
+        """Ends the process of templates."""
+        with self._writing:
+            self._templates.close()
+
+
+def _no_template() -> ConfigError:
+    return ConfigError(
+        "the tokenizer has no chat template, and the task has messages",
+        seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
+        expected="a template, as instruction-tuned models have",
+        remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
+        " they are (task.text_as=raw)",
+    )
 
 
 def write_prompts(

@@ -308,7 +308,8 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
     asked = config.evaluation
     sampling = SamplingParams(asked.temperature, asked.top_p, config.rollout.top_k, seed=config.seed)
     plan = EvaluationPlan(config.run_dir / "evaluations", asked.samples, sampling)
-    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan)
+    options = config.task.template_options
+    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options)
 
 
 @contextmanager

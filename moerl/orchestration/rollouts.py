@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.episodes.play import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
+from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.played import EpisodeGate
 from moerl.orchestration.tokenizer import encode_checked
@@ -79,6 +81,8 @@ class Collector:
     """Callback at the start and after each outcome: numbers of outcomes, of requests, and of sampled tokens."""
     evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
     """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
+    chat_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the chat template, for conversations in episodes."""
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
     _failed_rewards: Counter[str] = field(default_factory=Counter[str])
@@ -185,8 +189,10 @@ class Collector:
         ids = [request.lineage.rollout_id for request in requests]
         self.quarantine.expect(ids)
         if isinstance(self.task, EpisodeTask):
-            gate = EpisodeGate(self.engine, self.quarantine, self.layers, Texts(self._encode, self._turn_text))
-            yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
+            with closing(ChatWriter(self.tokenizer, self.chat_options)) as writer:
+                texts = Texts(self._encode, self._decode, writer.write)
+                gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts)
+                yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
         else:
             yield from self._responses(by_id, requests, version, prefixes)
         self.quarantine.forget(ids)
@@ -268,9 +274,7 @@ class Collector:
     def response(self, trajectory: Trajectory) -> str:
         """Returns the text behind the prompt, without the token that ended it; of an episode with what its environment
         wrote between turns."""
-        return self._turn_text(trajectory.token_ids[int(trajectory.sampled.argmax()) :].tolist())
-
-    def _turn_text(self, ids: Sequence[int]) -> str:
+        ids = trajectory.token_ids[int(trajectory.sampled.argmax()) :].tolist()
         return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
     def _encode(self, text: str) -> list[int]:

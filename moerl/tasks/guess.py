@@ -1,21 +1,22 @@
 """The `guess` task: find a number from hints. An episode of several turns; runs in the controller.
 
-The prompt is ``A number from 12 to 27:`` and a newline. A turn of the policy is a number; the environment writes
-``higher``, ``lower`` or ``no number``, and a newline, until the number is found or all guesses are used.
+The prompt is ``A number from 12 to 27:`` and a newline, or a message without it. A turn of the policy is a number; the
+environment writes ``higher``, ``lower`` or ``no number`` until the number is found or all guesses are used.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal
 
 from pydantic import Field
 
+from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import EpisodeTask, Session
-from moerl.contract.ports import DemonstrationTask, Prompt
+from moerl.contract.ports import Chat, ChatTask, DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
@@ -38,6 +39,9 @@ class GuessTaskConfig(TaskSection):
     largest: Count = Field(description="Largest number.")
     span: Count = Field(description="Numbers from which one is to be found, less one.")
     max_guesses: Count = Field(description="Most guesses of an episode.")
+    text_as: Literal["raw", "chat"] = Field(
+        description="raw = plain lines; chat = messages of a user, by the model's chat template."
+    )
 
     def open(self) -> GuessTask:
         return GuessTask(self)
@@ -53,13 +57,25 @@ class GuessTaskConfig(TaskSection):
             )
 
 
-class GuessTask(EpisodeTask, DemonstrationTask):
+class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
     """Ranges with a number in each; all problems that there are, in a fixed order, cut into three splits."""
 
     open_vocabulary = False
 
     def __init__(self, config: GuessTaskConfig) -> None:
         self.config = config
+        self._written: dict[int, str] | None = None
+
+    @property
+    def has_chats(self) -> bool:
+        return self.config.text_as == "chat"
+
+    def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
+        """Writes one prompt for each range: those of a range differ in their number alone."""
+        written = {
+            low: write(self._prompt("guess", low, low)) for low in range(1, self.config.largest - self.config.span + 1)
+        }
+        self._written = {low: prompt.text for low, prompt in written.items() if prompt is not None}
 
     def size(self, split: str) -> int:
         return len(self._split(split))
@@ -79,14 +95,18 @@ class GuessTask(EpisodeTask, DemonstrationTask):
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward` and `accuracy`: 1 if the number was found, else 0; `guesses`: the number of turns."""
         secret, num_guesses, found = prompt.facts["secret"], 0, False
+        chat = Conversation(session, prompt.chat, prompt.text) if prompt.chat is not None else None
         while num_guesses < self.config.max_guesses and not found and not session.is_over:
-            turn = await session.sample()
+            turn = await (chat or session).sample()
             num_guesses += 1
             is_number = turn.finish_reason is FinishReason.STOP and _NUMBER.fullmatch(turn.text)
             found = bool(is_number) and int(turn.text) == secret
             if not found:
                 hint = HINTS[2] if not is_number else HINTS[0] if int(turn.text) < secret else HINTS[1]
-                session.observe(f"\n{hint}\n")
+                if chat is not None:
+                    await chat.observe({"role": "user", "content": hint})
+                else:
+                    session.observe(f"\n{hint}\n")
         return {"reward": float(found), "accuracy": float(found), "guesses": float(num_guesses)}
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
@@ -97,10 +117,10 @@ class GuessTask(EpisodeTask, DemonstrationTask):
         ]
 
     def tokenizer_texts(self, count: int) -> list[str]:
-        """Returns prompts, numbers and hints."""
-        prompts = self.prompts("train", min(count, self.size("train")))
-        hints = [f"\n{hint}\n" for hint in HINTS]
-        return [*(text for p in prompts for text in (p.text, str(p.facts["secret"]))), *hints, "0123456789"]
+        """Returns questions, numbers and hints, and the roles of messages."""
+        lows = {prompt.facts["low"] for prompt in self.prompts("train", min(count, self.size("train")))}
+        questions = [f"{self._question(low)}\n" for low in sorted(lows)]
+        return [*questions, *(f"\n{hint}\n" for hint in HINTS), "0123456789", "user\nassistant\n"]
 
     def _split(self, split: str) -> Sequence[tuple[int, int]]:
         splits = _splits(self.config.largest, self.config.span)
@@ -108,11 +128,18 @@ class GuessTask(EpisodeTask, DemonstrationTask):
             raise ConfigError(
                 "unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits"
             )
-        return splits[split]
+        written = self._written
+        return splits[split] if written is None else [each for each in splits[split] if each[0] in written]
+
+    def _question(self, low: int) -> str:
+        return f"A number from {low} to {low + self.config.span}:"
 
     def _prompt(self, prompt_id: str, low: int, secret: int) -> Prompt:
-        text = f"A number from {low} to {low + self.config.span}:\n"
-        return Prompt(prompt_id, text, {"low": low, "secret": secret})
+        facts, question = {"low": low, "secret": secret}, self._question(low)
+        if not self.has_chats:
+            return Prompt(prompt_id, f"{question}\n", facts)
+        text = "" if self._written is None else self._written[low]
+        return Prompt(prompt_id, text, facts, Chat(({"role": "user", "content": question},)))
 
 
 @cache

@@ -48,6 +48,14 @@ def test_a_run_of_episodes_trains_every_turn_under_its_own_routes(forked: Runs, 
 
 
 @pytest.mark.slow
+def test_a_run_of_conversations_keeps_the_tokens_of_every_turn(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = forked.run("train", *GUESS, "task.text_as=chat", "rollout.max_new_tokens=64", f"run_dir='{run}'")
+    assert finished.status == 0, finished.output
+    assert_whole(run)
+
+
+@pytest.mark.slow
 def test_a_run_of_episodes_that_was_killed_goes_on_from_its_journal(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})

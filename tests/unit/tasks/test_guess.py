@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import pytest
 
 from moerl.contract.episodes import EpisodeTask, SampledTurn
-from moerl.contract.ports import DemonstrationTask, Prompt
+from moerl.contract.ports import Chat, DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.tasks.guess import GuessTask, GuessTaskConfig
 
 
-def config(largest: int = 99, span: int = 9, max_guesses: int = 4) -> GuessTaskConfig:
-    return GuessTaskConfig(name="guess", largest=largest, span=span, max_guesses=max_guesses)
+def config(largest: int = 99, span: int = 9, text_as: Literal["raw", "chat"] = "raw") -> GuessTaskConfig:
+    return GuessTaskConfig(name="guess", largest=largest, span=span, max_guesses=4, text_as=text_as)
 
 
 class FakeSession:
@@ -30,7 +31,7 @@ class FakeSession:
     def is_over(self) -> bool:
         return not self.texts
 
-    async def sample(self) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
         return SampledTurn(self.texts.pop(0), (1,), self.reason)
 
     def observe(self, text: str) -> None:
@@ -89,3 +90,27 @@ def test_too_few_problems_are_refused() -> None:
         GuessTask(config()).prompts("dev", 10**6)
     with pytest.raises(ConfigError, match="unknown split"):
         GuessTask(config()).size("test")
+
+
+def test_prompts_of_messages_are_written_by_the_template_once_and_dropped_together() -> None:
+    task = GuessTask(config(text_as="chat"))
+    assert task.has_chats
+    size = task.size("train")
+    write = lambda p: replace(p, text=f"<u>{p.chat.messages[0]['content']}") if p.facts["low"] > 1 else None  # noqa: E731
+    task.write_prompts(cast(Any, write))
+    prompts = task.prompts("train", task.size("train"))
+    assert size - 10 <= len(prompts) < size
+    assert {p.text for p in prompts} == {f"<u>A number from {low} to {low + 9}:" for low in range(2, 91)}
+
+
+def test_hints_of_a_conversation_are_messages() -> None:
+    class ChatSession(FakeSession):
+        async def render(self, messages: Sequence[Any], tools: Sequence[Any], ask: bool) -> str:
+            return "".join(f"<{m['role'][0]}>{m['content']}." for m in messages) + ("<a>" if ask else "")
+
+    task, session = GuessTask(config(text_as="chat")), ChatSession(["12", "14"])
+    chat = Chat(({"role": "user", "content": "A number?"},))
+    prompt = replace(PROMPT, chat=chat, text="<u>A number?.<a>")
+    rewards = asyncio.run(task.play(prompt, cast(Any, session)))
+    assert rewards["guesses"] == 2.0
+    assert session.observed == [".<u>higher.<a>"]

@@ -1,0 +1,109 @@
+"""Conversation over a session: messages in, and the tokens of earlier turns stay as they were sampled.
+
+The chat template of a model writes texts of whole conversations. What the policy sampled is never encoded again: of two
+such texts, only what is new behind the last answer becomes tokens. If the template writes the beginning differently
+once something follows (it drops thinking, or trims an answer), no tokens can be what the policy saw and sampled, and
+the conversation is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moerl.contract.episodes import Message, SampledTurn, Session
+from moerl.contract.ports import Chat
+from moerl.errors import EpisodeError
+
+_SHOWN = 40
+
+
+class Conversation:
+    """A session that begins with messages. One call at a time.
+
+    Attributes:
+        messages: so far, with the policy's answers.
+        session: tokens of the conversation.
+    """
+
+    def __init__(self, session: Session, chat: Chat, text: str) -> None:
+        """Takes over a session whose prompt is `text`, which the template wrote for `chat` with the start of an
+        answer: that of a `Prompt` with messages."""
+        self.session = session
+        self.messages = [dict(each) for each in chat.messages]
+        self._tools, self._text, self._ended_with = chat.tools, text, ""
+
+    @classmethod
+    async def opened(cls, parent: Session, chat: Chat, agent_id: str = "") -> Conversation:
+        """Opens a session in the episode of `parent`, with a prompt of these messages.
+
+        Raises:
+            ConfigError: the template fails on them.
+        """
+        text = await parent.render(chat.messages, chat.tools, True)
+        return cls(parent.open(text, agent_id), chat, text)
+
+    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+        """Has the policy answer; the answer becomes a message. Raises as `Session.sample` does."""
+        if self.messages[-1]["role"] == "assistant":
+            raise EpisodeError("episode: the conversation has an answer already", expected="another message first")
+        turn = await self.session.sample(max_tokens)
+        self._ended_with = turn.end_text
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    async def observe(self, *messages: Message) -> None:
+        """Appends messages of others behind an answer.
+
+        Raises:
+            EpisodeError: there is no answer yet, one of them is an answer, or the template writes what was there
+                differently once they follow.
+            ConfigError: the template fails on them.
+        """
+        last = self.messages[-1]
+        if last["role"] != "assistant" or not messages or any(each["role"] == "assistant" for each in messages):
+            raise EpisodeError(
+                "episode: messages do not go on from an answer",
+                seen=", ".join(str(each["role"]) for each in (last, *messages)),
+                expected="messages of other roles behind an answer of the policy",
+            )
+        answered = await self.session.render(self.messages, self._tools, False)
+        start = self._text + str(last["content"])
+        if not answered.startswith(start):
+            raise _unstable("an answer", answered, start)
+        text = await self.session.render([*self.messages, *messages], self._tools, True)
+        if not text.startswith(answered):
+            raise _unstable("earlier turns", text, answered)
+        behind = answered[len(start) :].removeprefix(self._ended_with) + text[len(answered) :]
+        self.session.observe(behind)
+        self._text = text
+        self.messages += [dict(each) for each in messages]
+
+    async def answer(self, messages: Sequence[Message], max_tokens: int | None = None) -> SampledTurn:
+        """Has the policy answer a whole conversation, which begins with the messages that are there.
+
+        Raises:
+            EpisodeError: as `observe` and `sample`; or earlier messages are others.
+        """
+        num_known = len(self.messages)
+        seen = [dict(each) for each in messages]
+        if seen[:num_known] != self.messages:
+            place = next((i for i, (a, b) in enumerate(zip(seen, self.messages, strict=False)) if a != b), len(seen))
+            raise EpisodeError(
+                "episode: the conversation has other messages than before",
+                seen=f"message {place} differs" if place < len(seen) else f"{len(seen)} messages",
+                expected=f"the {num_known} messages so far, with the answers as they were sampled, and others behind",
+                remedy="send the history unchanged, or open another session",
+            )
+        if len(seen) > num_known:
+            await self.observe(*seen[num_known:])
+        return await self.sample(max_tokens)
+
+
+def _unstable(what: str, seen: str, expected: str) -> EpisodeError:
+    place = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), len(seen))
+    return EpisodeError(
+        f"episode: the chat template writes {what} differently once something follows",
+        seen=repr(seen[place : place + _SHOWN]),
+        expected=repr(expected[place : place + _SHOWN]),
+        remedy="take a model or an option of its template that keeps all of a conversation",
+    )
