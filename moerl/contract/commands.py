@@ -17,6 +17,7 @@ from moerl.contract.failure import Failure
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trainer import DeviceUse, PassReport, Stage, UpdateReport
 from moerl.contract.trajectory import ModelSpec
+from moerl.contract.weight_update import UpdateKind
 from moerl.errors import TrainerError
 
 Dtype = Literal["float32", "float64", "int64"]
@@ -151,6 +152,8 @@ class Publish(Command):
 
     version: int
     """Policy version of the weights."""
+    kind: UpdateKind
+    """Kind of the update; its tensors are those of the ranks' plan."""
     dtypes: dict[str, str] | None
     """Dtypes of the engine for checksums, as in `CheckedSink.held_dtypes`; None if no checksums are wanted."""
     targets: tuple[Target, ...] = ()
@@ -314,6 +317,8 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Notes for the user about the rank's device, in the reply to `Build`."""
     shares_prompts: bool = False
     """True if the rank shares prompts, in the reply to `Build`."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    """Shapes of all tensors that the ranks publish, by checkpoint name, in the reply of rank 0 to `Build`."""
     checksums: dict[str, int | None] = {}
     """Checksums of the tensors that the rank sent, by name, in the reply to `Publish`; None if none were wanted."""
     failed: dict[str, str] = {}
