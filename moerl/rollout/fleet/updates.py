@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from torch import Tensor
 
 from moerl.contract.commands import Target
-from moerl.contract.weight_update import WeightUpdate, require_whole
+from moerl.contract.weight_update import WeightUpdate, require_open, require_whole
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
 from moerl.rollout.fleet.receivers import attempt
@@ -100,8 +100,7 @@ class Updates:
         Raises:
             WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
         """
-        update = self._update
-        assert update is not None, "no update has begun"
+        update = require_open(self._update)
         version = update.version
         parts = await self._senders.take(version)
         self._drop_failed(parts)
