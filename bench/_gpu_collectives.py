@@ -24,6 +24,7 @@ from _report import Result
 from torch import Tensor
 
 from moerl.contract.parallel import RankCoordinates
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.models.description import ModelDescription
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
@@ -97,7 +98,7 @@ class KeepingSink:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         self.tensors = {}
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -145,7 +146,8 @@ def _publish(
     dtypes: Mapping[str, str] | None = None,
 ) -> PublishReport:
     peers = Peers(0, device, STEP_SECONDS)
-    return Publisher(plan, SenderGather(plan, peers), peers, sink).publish(shards, 1, dtypes)
+    update = WeightUpdate(1, UpdateKind.FULL, plan.tensors())
+    return Publisher(plan, SenderGather(plan, peers), peers, sink).publish(shards, update, dtypes)
 
 
 def _sender_group(device: str) -> list[Result]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import ParallelDims, RankCoordinates
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.trainer import platform
 from moerl.trainer.collectives import all_gather_bytes
 from moerl.trainer.model import ModelOptions
@@ -197,7 +198,9 @@ def _published(trainer: MegatronTrainer, device: str, exported: dict[str, Tensor
     plan = make_plan(manifest, PlanOptions((0,), 2, BUCKET_BYTES[device]))
     peers = Peers(layout.rank, platform.device(), STEP_SECONDS)
     sink = KeepingSink() if layout.rank == 0 else None
-    Publisher(plan, SenderGather(plan, peers), peers, sink).publish(trainer.shards(), 1)
+    Publisher(plan, SenderGather(plan, peers), peers, sink).publish(
+        trainer.shards(), WeightUpdate(1, UpdateKind.FULL, plan.tensors())
+    )
     if sink is None:
         return 0
     names = sink.tensors.keys() | exported.keys()

@@ -29,6 +29,7 @@ from _report import Result, command_line, json_argument, report
 from weight_sync import CPU, MANY_SMALL, MIB, RANKS, STEP_SECONDS, random_shards, read, timed_together
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import SenderGather
 from moerl.weights.manifest import model_manifest
@@ -69,7 +70,7 @@ class ServersSink:
         self._pool = ThreadPoolExecutor(len(addresses))
         self.num_bytes = 0
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         self.num_bytes = 0
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -99,17 +100,18 @@ def measure(layout: Any, addresses: list[tuple[str, int]]) -> dict[int, tuple[li
     """Seconds of every repeat and bytes over this rank's link, by the number of senders."""
     dims = ParallelDims(expert=RANKS, data=RANKS)
     ways: dict[int, tuple[Publisher, ServersSink | None]] = {}
-    shards = {}
+    shards, update = {}, WeightUpdate(0, UpdateKind.FULL, {})
     for senders in (1, 2):
         plan = make_plan(model_manifest(MANY_SMALL, dims), PlanOptions(choose_senders(dims, senders), 2, BUCKET_BYTES))
         shards = random_shards(plan, layout.rank)
         sink = ServersSink(addresses) if layout.rank in plan.options.senders else None
+        update = WeightUpdate(0, UpdateKind.FULL, plan.tensors())
         peers = Peers(layout.rank, CPU, STEP_SECONDS)
         ways[senders] = Publisher(plan, SenderGather(plan, peers), peers, sink), sink
     seconds: dict[int, list[float]] = {senders: [] for senders in ways}
     for repeat in range(REPEATS + 1):
         for senders, (publisher, _) in ways.items():
-            took = timed_together(lambda publisher=publisher: publisher.publish(shards, 0) and None)
+            took = timed_together(lambda publisher=publisher: publisher.publish(shards, update) and None)
             if repeat:
                 seconds[senders].append(took)
     dist.barrier()

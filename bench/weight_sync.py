@@ -31,6 +31,7 @@ from _samples import describe_qwen3_moe
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.models.description import ModelDescription
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
@@ -100,7 +101,7 @@ class EngineSink:
         listener.close()
         self.delay_seconds = 0.0
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         """Nothing to do: the engine keeps no versions."""
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -165,7 +166,7 @@ class Update:
 
     def ours(self, gather: Any = None) -> None:
         publisher = Publisher(self.plan, gather or self.sender_gather, self.peers, self.sink)
-        self.last = publisher.publish(self.shards, 0)
+        self.last = publisher.publish(self.shards, WeightUpdate(0, UpdateKind.FULL, self.plan.tensors()))
 
 
 def random_shards(plan: SyncPlan, rank: int) -> dict[str, Tensor]:

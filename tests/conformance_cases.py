@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sglang_live
 import torch
+from full_updates import send
 from sglang_reference import PARAMS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -104,9 +105,7 @@ def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) 
     endpoint = request.getfixturevalue("sglang_server").endpoint
     model = ModelFacts(subject.spec, subject.moe_layers)
     engine = sglang_live.connect(endpoint, model=model, version=-1, max_running=max_running, shapes=shapes, tied=TIED)
-    engine.begin_update(0)
-    engine.receive(tensors.items())
-    engine.end_update()
+    send(engine, 0, tensors)
     return engine
 
 

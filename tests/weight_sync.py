@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
+
 BUCKET_BYTES = 1 << 15
 
 
@@ -20,8 +22,8 @@ class KeepingSink:
         self.tensors: dict[str, Tensor] = {}
         self.calls: list[str] = []
 
-    def begin_update(self, version: int) -> None:
-        self.calls.append(f"begin {version}")
+    def begin_update(self, update: WeightUpdate) -> None:
+        self.calls.append(f"begin {update.version}")
         self.tensors = {}
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -79,15 +81,21 @@ def publisher_of(plan: Any, rank: int, sink: Any, gatherer: Any = None, step_sec
 
 def publish(trainer: Any, plan: Any, sink: Any, version: int = 0) -> Any:
     """Publishes to a sink, an engine's or another, as `publish_checked`."""
-    return publish_checked(publisher_of(plan, trainer.layout.rank, sink), trainer.shards(), version, sink)
+    publisher = publisher_of(plan, trainer.layout.rank, sink)
+    return publish_checked(publisher, trainer.shards(), update_of(plan, version), sink)
 
 
-def publish_checked(publisher: Any, shards: Any, version: int, sink: Any, *, verify: bool = True) -> Any:
+def update_of(plan: Any, version: int) -> WeightUpdate:
+    """The update that brings the tensors of a plan."""
+    return WeightUpdate(version, UpdateKind.FULL, plan.tensors())
+
+
+def publish_checked(publisher: Any, shards: Any, update: WeightUpdate, sink: Any, *, verify: bool = True) -> Any:
     """Publishes to a sink and has it compare what it then holds with the checksums of what was sent, if it can."""
     from moerl.contract.ports import CheckedSink
 
     dtypes = sink.held_dtypes() if verify and isinstance(sink, CheckedSink) else None
-    report = publisher.publish(shards, version, dtypes)
+    report = publisher.publish(shards, update, dtypes)
     if dtypes is not None:
         sink.verify(report.checksums)
     return report

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import ContractError, WeightSyncError
 
 
@@ -144,24 +145,26 @@ class StreamingEngine(RolloutEngine, Protocol):
 
 
 class WeightSink(Protocol):
-    """Receiver of whole sets of HF-named weights: an engine, which the controller begins and ends, or a sender's way to
-    an engine.
+    """Receiver of updates of HF-named weights: an engine, which the controller begins and ends, or a sender's way to an
+    engine.
 
     Every sender has a sink and calls it from one thread. The first sender's sink ends after the sinks of all other
     senders. A sender's sink that only carries buckets does nothing at begin and end.
     """
 
-    def begin_update(self, version: int) -> None:
-        """Opens an update, and forgets one that was never ended."""
+    def begin_update(self, update: WeightUpdate) -> None:
+        """Opens an update, and forgets one that was never ended. An engine that does not hold the tensors which the
+        update's kind demands raises `WeightSyncError`, here or at the first of the calls below."""
         ...
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Takes in one bucket. The sender overwrites its tensors after the call returns."""
+        """Takes in one bucket. The sender overwrites its tensors after the call returns. Raises `WeightSyncError` for a
+        tensor that the update does not list, or that came before."""
         ...
 
     def end_update(self) -> None:
-        """Puts the new version into use. Raises `WeightSyncError` if a tensor is missing; the old version stays
-        then."""
+        """Puts the new version into use. Raises `WeightSyncError` if a tensor of the update's list is missing; the old
+        version stays then."""
         ...
 
     def abandon_update(self) -> None:
@@ -172,14 +175,6 @@ class WeightSink(Protocol):
 
 Taken = Callable[[Exception | None], None]
 """Callback: called with None when an engine holds an update, checked if that was asked for; else with an error."""
-
-
-def check_version(version: int) -> None:
-    """Raises `WeightSyncError` if a policy version is negative."""
-    if version < 0:
-        raise WeightSyncError(
-            "weight update: policy version", seen=version, expected="at least 0", remedy="number updates from 0 upwards"
-        )
 
 
 def not_taken(seconds: float) -> WeightSyncError:

@@ -16,6 +16,7 @@ from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, Ser
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, ending, undoing
 from moerl.machine.model_files import stored_tensors
 from moerl.machine.model_tensors import check_weights
@@ -153,7 +154,7 @@ def _send_folder(engine: FleetEngine, folder: Path, version: int, options: Engin
     """Sends the weights of a folder to servers that others started: their version label alone does not prove that they
     have these weights."""
     with undoing(engine.close):  # leaves the servers
-        engine.begin_update(version)
+        engine.begin_update(WeightUpdate(version, UpdateKind.FULL, options.shapes))
         for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
             _refuse_quantized(file, tensors)

@@ -77,6 +77,8 @@ class TrainerGroup:
         receiver = None if self._updates is None else self._updates.receiver
         replies = self._ranks.ask(Build(stage, str(model), spec, receiver))
         self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
+        if self._updates is not None:
+            self._updates.tensors = replies[0].tensors
         # Ranks have devices of one kind.
         self._notes, self._shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
 

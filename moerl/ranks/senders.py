@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from moerl.contract.commands import AnyCommand, Hold, Reply, Resend, Target
 from moerl.contract.ports import PolicyEngine
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import MoerlError, WeightSyncError
 from moerl.ranks.port import Ranks
 from moerl.ranks.replies import GRACE_SECONDS
@@ -116,7 +117,7 @@ class RankSenders:
         """Stores the replies of all ranks to `Publish`, for `take`."""
         self._parts = _parts(replies)
 
-    async def begin(self, version: int, targets: Sequence[Target]) -> None:
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         self.targets, self._parts = tuple(targets), []
 
     async def take(self, version: int) -> Sequence[Part]:

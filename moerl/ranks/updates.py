@@ -20,6 +20,7 @@ from moerl.config.placement import controller_address
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import Publish, ReceiverAddress, Reply
 from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import WeightSyncError, undoing
 from moerl.ranks.senders import RankSenders, RanksInTurn
 from moerl.ranks.weights import FOLDER
@@ -42,6 +43,7 @@ class LedUpdates:
 
     Attributes:
         receiver: address of the engine's receiver, for `Build`; None if ranks reach the engine in another way.
+        tensors: shapes of the tensors that the ranks publish, by checkpoint name, from the replies to `Build`.
     """
 
     def __init__(self, config: RunConfig, ranks: RanksInTurn, engine: PolicyEngine) -> None:
@@ -51,6 +53,7 @@ class LedUpdates:
         is_here = ranks.adopt(engine)
         self._senders = self._own = None
         self.receiver: ReceiverAddress | None = None
+        self.tensors: Mapping[str, tuple[int, ...]] = {}
         # While ranks in other processes train, such an engine can take the sent version into use.
         self._ends_later = isinstance(engine, BesideEngine) and not is_here
         if self._folder is not None:
@@ -68,20 +71,21 @@ class LedUpdates:
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         """Implements `Trainer.publish`."""
+        update = WeightUpdate(version, UpdateKind.FULL, self.tensors)
         with undoing(self._abandon):
             dtypes = self._call("held_dtypes", self._engine.held_dtypes) if verify else None
             if self._folder is None:
-                self._call(f"begin_update({version})", lambda: self._engine.begin_update(version))
+                self._call(f"begin_update({version})", lambda: self._engine.begin_update(update))
             targets = () if self._senders is None else self._senders.targets
-            self._ranks.tell(Publish(version, None if dtypes is None else dict(dtypes), targets))
-        return lambda: self._finish(version, dtypes, taken)
+            self._ranks.tell(Publish(version, update.kind, None if dtypes is None else dict(dtypes), targets))
+        return lambda: self._finish(update, dtypes, taken)
 
     def close(self) -> None:
         """Closes the receiver of buckets in this process, if there is one."""
         if self._own is not None:
             self._own.close()
 
-    def _finish(self, version: int, dtypes: Mapping[str, str] | None, taken: Taken) -> dict[str, float]:
+    def _finish(self, update: WeightUpdate, dtypes: Mapping[str, str] | None, taken: Taken) -> dict[str, float]:
         with undoing(self._abandon):
             replies = self._ranks.replies()
             if self._senders is not None:
@@ -90,9 +94,9 @@ class LedUpdates:
             # Of rank 0, which is a sender.
             metrics = {**replies[0].metrics, "weights/check_seconds": 0.0}
             if self._ends_later:
-                self._thread.submit("end_update", lambda: taken(_problem_of(lambda: self._end(version, sent))))
+                self._thread.submit("end_update", lambda: taken(_problem_of(lambda: self._end(update, sent))))
                 return metrics
-            metrics["weights/end_seconds"] += self._timed("end_update", lambda: self._take(version))
+            metrics["weights/end_seconds"] += self._timed("end_update", lambda: self._take(update))
             if sent is not None:
                 metrics["weights/check_seconds"] = self._timed("verify", lambda: self._engine.verify(sent))
         taken(None)
@@ -100,16 +104,16 @@ class LedUpdates:
 
     # --- in the thread of updates ------------------------------------------------------------------------------------
 
-    def _end(self, version: int, sent: Mapping[str, int] | None) -> None:
-        self._take(version)
+    def _end(self, update: WeightUpdate, sent: Mapping[str, int] | None) -> None:
+        self._take(update)
         if sent is not None:
             self._engine.verify(sent)
 
-    def _take(self, version: int) -> None:
-        """Has the engine take a version into use. A version on disk is read and handed to the engine first."""
+    def _take(self, update: WeightUpdate) -> None:
+        """Has the engine take an update into use. An update on disk is read and handed to the engine first."""
         if self._folder is not None:
-            self._engine.begin_update(version)
-            for bucket in read_buckets(self._folder, version):
+            self._engine.begin_update(update)
+            for bucket in read_buckets(self._folder, update):
                 self._engine.receive(bucket)
         self._engine.end_update()
 

@@ -15,6 +15,7 @@ from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend
 from moerl.contract.ports import PolicyEngine, WeightSink
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription
 from moerl.rollout.fleet.servers_sink import ServersSink
@@ -22,7 +23,6 @@ from moerl.rollout.pushed import PushingSink
 from moerl.rollout.sglang.channel import open_channel
 from moerl.trainer import platform
 from moerl.trainer.collectives import all_gather_bytes
-from moerl.trainer.hf_directory import checkpoint_shapes
 from moerl.trainer.trainer import MegatronTrainer
 from moerl.weights.allgather import AllGather
 from moerl.weights.disk import DiskSink
@@ -42,7 +42,7 @@ class EngineHere:
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         """Does nothing: the controller has begun the engine's update."""
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -66,6 +66,7 @@ class WeightSync:
 
     Attributes:
         version: the last one published; 0 before the first.
+        tensors: shapes of all tensors that the ranks publish, by checkpoint name.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class WeightSync:
         gatherer = (SenderGather if options.gather == "sender" else AllGather)(plan, peers)
         self._sink: WeightSink | None = None
         if rank in options.senders:
-            self._sink = _sink(config, model, rank, options.senders, engine, receiver)
+            self._sink = _sink(config, rank, options.senders, engine, receiver)
         name = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the engine"
+        self.tensors = plan.tensors()
         self._publisher = Publisher(plan, gatherer, peers, self._sink, name)
 
     def run(self, command: Publish | Hold | Resend) -> Reply:
@@ -101,7 +103,8 @@ class WeightSync:
                 self.version = command.version
                 if servers is not None:
                     servers.targets = command.targets
-                report = self._publisher.publish(self._trainer.shards(), command.version, command.dtypes)
+                update = WeightUpdate(command.version, command.kind, self.tensors)
+                report = self._publisher.publish(self._trainer.shards(), update, command.dtypes)
                 failed = {} if servers is None else servers.failed()
                 return Reply(metrics=report.metrics(), checksums=dict(report.checksums), failed=failed)
             case Hold() if servers is not None:
@@ -128,7 +131,6 @@ class WeightSync:
 
 def _sink(
     config: RunConfig,
-    model: ModelDescription,
     rank: int,
     senders: Sequence[int],
     engine: PolicyEngine | None,
@@ -139,9 +141,7 @@ def _sink(
         return DiskSink(config.run_dir / FOLDER, rank=rank, senders=senders)
     rollout = config.rollout
     if not isinstance(rollout, EmbeddedRolloutConfig):
-        assert model.folder is not None
         return ServersSink(
-            checkpoint_shapes(model.folder, model.hf_config),
             partial(open_channel, device=platform.device()),
             config.weights.bucket_bytes,
             keeps_copy=rollout.keeps_weight_copy,

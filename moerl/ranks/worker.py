@@ -133,9 +133,7 @@ class Worker:
         """
         match command:
             case Build():
-                self._build(command, engine)
-                notes, shares = device_notes(self._config), shares_prompts(self._config)
-                return Reply(coordinates=self._trained.layout, notes=notes, shares_prompts=shares)
+                return self._build(command, engine)
             case Load():
                 self._profiler.end_rollout()
                 self._load(command.number, frame)
@@ -214,7 +212,7 @@ class Worker:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _build(self, command: Build, engine: PolicyEngine | None) -> None:
+    def _build(self, command: Build, engine: PolicyEngine | None) -> Reply:
         config, self._stage = self._config, command.stage
         torch.set_num_threads(rank_threads(config, command.stage))
         model = replace(read_model(model_on_this_node(command.model)), spec=command.spec)
@@ -234,12 +232,13 @@ class Worker:
             StateOptions(config.trainer.distributed_optimizer, config.trainer.optimizer_offload),
         )
         self._policy.watch = self._watch
-        if not is_rl:
-            return
-        if config.has_engine:
+        if is_rl and config.has_engine:
             self._weights = WeightSync(config, model, self._policy, engine, command.receiver)
-        if config.algorithm.reference_kl is not None:
+        if is_rl and config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
+        tensors = {} if self._weights is None or self._layout.rank else self._weights.tensors
+        notes, shares = device_notes(config), shares_prompts(config)
+        return Reply(coordinates=self._policy.layout, notes=notes, shares_prompts=shares, tensors=tensors)
 
     def _model_options(self, moe_aux_loss_coef: float) -> ModelOptions:
         config = self._config

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
-from moerl.errors import EngineError, WeightSyncError
+from moerl.contract.weight_update import WeightUpdate, require_open
+from moerl.errors import EngineError
 from moerl.kernels.checksum import checksums
 from moerl.rollout import host
 from moerl.rollout.attention import ATTENTION
@@ -164,16 +165,18 @@ class EmbeddedEngine:
         if self._stop_rounding is not None:
             self._stop_rounding()
 
-    def begin_update(self, version: int) -> None:
-        """Starts a weight update; one that was never ended is forgotten."""
-        self._staging = WeightStaging(self._model, version, self._dtypes)
+    def begin_update(self, update: WeightUpdate) -> None:
+        """Starts a weight update; one that was never ended is forgotten. Raises as `WeightStaging`."""
+        self._staging = None
+        self._staging = WeightStaging(self._model, update, self._dtypes)
 
     def abandon_update(self) -> None:
         self._staging = None
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Stages tensors under their Hugging Face checkpoint names, in any order and any number of calls."""
-        self._require_staging().receive(tensors)
+        """Stages tensors under their Hugging Face checkpoint names, in any order and any number of calls. Raises as
+        `WeightStaging.receive`."""
+        require_open(self._staging).receive(tensors)
 
     def end_update(self) -> None:
         """Swaps the new weights in between two steps.
@@ -181,7 +184,7 @@ class EmbeddedEngine:
         Raises:
             WeightSyncError: The set is not whole; old weights and old version stay in use.
         """
-        staging = self._require_staging()
+        staging = require_open(self._staging)
         self._staging = None
         start = time.perf_counter()
         with self._lock:
@@ -217,11 +220,6 @@ class EmbeddedEngine:
                 remedy="send a whole weight update, or say which version the loaded weights are",
             )
         check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
-
-    def _require_staging(self) -> WeightStaging:
-        if self._staging is None:
-            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
-        return self._staging
 
     def _generate(self, waiting: deque[RolloutRequest]) -> Iterator[RolloutRecord]:
         run = self._open_run(waiting, num_slots=min(self._max_running, len(waiting)))

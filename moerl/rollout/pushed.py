@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.commands import ReceiverAddress
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import MoerlError, WeightSyncError, closing
 from moerl.processes.admission import Admission, connect
 from moerl.rollout.shared_memory import SharedMemory, TensorPlace, fill, lay_out, tensor_at
@@ -112,9 +113,9 @@ class PushingSink:
         except (OSError, EOFError) as error:
             raise _gone(error) from error
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         """Takes the version of the buckets that follow. The controller begins the engine's update."""
-        self._version = version
+        self._version = update.version
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Pushes one bucket; returns when the engine has taken it."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moerl.contract.ports import check_version
+from moerl.contract.update_kinds import check_update
+from moerl.contract.weight_update import REMEDY, Arrivals, WeightUpdate
 from moerl.errors import WeightSyncError
 
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
-_NAMED = 5
 
 
 def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -56,60 +56,57 @@ class WeightStaging:
 
     Args:
         model: whose tensors are wanted; it is not touched before `commit`.
-        version: the policy version of the new weights, >= 0.
+        update: the kind of it demands that every tensor of the model comes.
         dtypes: what tensors are rounded to, by the model's own names; the model may compute in a wider type.
+
+    Raises:
+        WeightSyncError: its list is not for the tensors of this model.
     """
 
-    def __init__(self, model: nn.Module, version: int, dtypes: Mapping[str, torch.dtype]) -> None:
-        check_version(version)
-        self.version = version
+    def __init__(self, model: nn.Module, update: WeightUpdate, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._arrivals = Arrivals(update)
         self._tied = _tied_names(model)
         self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}
         self._staged = {name: torch.empty_like(t, dtype=dtypes[name]) for name, t in self._live.items()}
         self._places: dict[str, Tensor] = {}
         for name, tensor in self._staged.items():
             self._places |= checkpoint_views(name, tensor)
+        check_update(update, {name: tuple(place.shape) for name, place in self._places.items()}, self._tied)
         self._tied_received: dict[str, Tensor] = {}
-        self._filled: set[str] = set()
-        self._problems: list[str] = []
+
+    @property
+    def version(self) -> int:
+        """Policy version of the new weights."""
+        return self._arrivals.update.version
 
     @torch.no_grad()
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copies tensors into the staged set. What is wrong with them is reported by `commit`, all of it at once."""
+        """Copies tensors into the staged set. Raises as `Arrivals.check`; `commit` then raises the same."""
         for name, tensor in tensors:
-            place = self._places.get(self._tied.get(name, name))
-            if place is None:
-                self._problems.append(f"unknown name {name}")
-            elif tuple(tensor.shape) != tuple(place.shape):
-                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
-            elif name in self._filled or name in self._tied_received:
-                self._problems.append(f"{name} came twice")
-            elif name in self._tied:
-                self._tied_received[name] = tensor.detach().to(place, copy=True)
+            self._arrivals.check(name, tensor.shape)
+            if name in self._tied:
+                self._tied_received[name] = tensor.detach().to(self._places[self._tied[name]], copy=True)
             else:
-                place.copy_(tensor)
-                self._filled.add(name)
+                self._places[name].copy_(tensor)
+            self._arrivals.names.add(name)
 
     @torch.no_grad()
     def commit(self) -> None:
         """Copies the staged set into the model.
 
         Raises:
-            WeightSyncError: A tensor is missing, unknown, misshaped or came twice; the model is as it was.
+            WeightSyncError: the update is not whole, or a tied tensor is not the one it is tied to; the model is as it
+                was.
         """
-        missing = sorted(self._places.keys() - self._filled)
-        problems = [f"missing {name}" for name in missing] + self._problems
+        self._arrivals.require_whole()
         for name, tensor in self._tied_received.items():
-            if not missing and not torch.equal(tensor, self._places[self._tied[name]]):
-                problems.append(f"{name} differs from {self._tied[name]}, to which this model ties it")
-        if problems:
-            named = "; ".join(problems[:_NAMED])
-            raise WeightSyncError(
-                f"weight update to version {self.version}: {len(problems)} problems",
-                seen=named + ("; ..." if len(problems) > _NAMED else ""),
-                expected=f"each of {len(self._places)} checkpoint tensors exactly once",
-                remedy="send the whole set again, exported from the same architecture; the old weights stay in use",
-            )
+            if not torch.equal(tensor, self._places[self._tied[name]]):
+                raise WeightSyncError(
+                    f"weight update to version {self.version}: {name} differs from {self._tied[name]}",
+                    seen="other values",
+                    expected=f"equal values: this model ties {name} to it",
+                    remedy=REMEDY,
+                )
         for name, tensor in self._live.items():
             tensor.copy_(self._staged[name])
 

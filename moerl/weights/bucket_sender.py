@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.ports import WeightSink
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.weights.bucket import WeightBucket
@@ -122,11 +123,10 @@ class BucketSender:
         self._is_abandoned = True
         self._thread.submit("abandon_update", self._sink.abandon_update)
 
-    def begin(self, version: int) -> BaseException | None:
+    def begin(self, update: WeightUpdate) -> BaseException | None:
         """Opens the update; returns the error of the sink, or None."""
-        return self._call(
-            f"begin_update({version})", lambda: self._ask("begin_update", lambda: self._sink.begin_update(version))
-        )
+        doing = f"begin_update({update.version})"
+        return self._call(doing, lambda: self._ask("begin_update", lambda: self._sink.begin_update(update)))
 
     def slot(self, num_bytes: int) -> Tensor:
         """Returns room for the next bucket: that of the bucket before last. Call after `settle(1)` found no problem."""

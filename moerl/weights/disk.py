@@ -1,13 +1,14 @@
 """Weights through a shared file system, for engines in other processes: one folder for each version, whole or not
 there.
 
-Every sender writes its buckets as safetensors files; the first sender, which ends last, adds the index and the hashes
-of all files and renames the folder. Bytes go from the bucket to the file as they lie: its layout is that of
-safetensors. Readers of a version check the hashes first. Runs in the senders of the trainer, and in readers.
+Every sender writes its buckets as safetensors files; the first sender, which ends last, checks that these are the
+update, adds the index and the hashes of all files, and renames the folder. Bytes go from the bucket to the file as they
+lie: its layout is that of safetensors. Readers of a version check the hashes and the list of the update first. Runs in
+the senders of the trainer, and in readers.
 
     <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by sender and bucket
                               model.safetensors.index.json       tensor -> file, as transformers and engines read it
-                              hashes.json                        version; file -> bytes, SHA-256
+                              hashes.json                        version, kind; file -> bytes, SHA-256
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 from torch import Tensor
 
 from moerl.contract.files import atomic_file, replace_folder
+from moerl.contract.weight_update import Arrivals, UpdateKind, WeightUpdate, require_open, require_whole
 from moerl.errors import WeightSyncError
 from moerl.reading import read_file, read_json
 from moerl.weights.bucket import WeightBucket
@@ -46,6 +48,7 @@ class _HashedFile(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Hashes(msgspec.Struct, forbid_unknown_fields=True):
     version: int
+    kind: UpdateKind
     files: dict[str, _HashedFile]
 
 
@@ -71,23 +74,23 @@ class DiskSink:
 
     def __init__(self, folder: Path, *, rank: int, senders: Sequence[int]) -> None:
         self._folder, self._rank, self._senders = folder, rank, tuple(senders)
-        self._version = -1
+        self._arrivals: Arrivals | None = None
         self._files: dict[str, WrittenFile] = {}
 
-    def begin_update(self, version: int) -> None:
-        self._version, self._files = version, {}
-        self._partial.mkdir(parents=True, exist_ok=True)
+    def begin_update(self, update: WeightUpdate) -> None:
+        self._arrivals, self._files = Arrivals(update), {}
+        self._partial(update).mkdir(parents=True, exist_ok=True)
 
     def abandon_update(self) -> None:
         """Forgets the files of the update. They stay on disk, in a folder without a version's name; the next update to
         the same version writes over them."""
-        self._files = {}
+        self._arrivals, self._files = None, {}
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Writes one bucket to a file of its own.
 
         Raises:
-            WeightSyncError: these are not tensors of a `WeightBucket`.
+            WeightSyncError: these are not tensors of a `WeightBucket`; or as `Arrivals.check`.
         """
         if not isinstance(tensors, WeightBucket):
             raise WeightSyncError(
@@ -96,52 +99,56 @@ class DiskSink:
                 expected="a gathered bucket",
                 remedy="hand weights over through `Publisher`",
             )
+        arrivals = require_open(self._arrivals)
+        for entry in tensors.bucket.entries:
+            arrivals.check(entry.name, entry.shape)
         name = f"model-r{self._rank:03}-{len(self._files):05}.safetensors"
-        self._files[name] = _write(self._partial / name, tensors)
+        self._files[name] = _write(self._partial(arrivals.update) / name, tensors)
+        arrivals.names.update(self._files[name].names)
 
     def end_update(self) -> None:
         """Lists this sender's files; the first sender completes the version. An existing folder of the version is
         replaced: a run that goes on from a checkpoint publishes its weights again.
 
         Raises:
-            WeightSyncError: two senders wrote one tensor.
+            WeightSyncError: the files of all senders are not the update, or `receive` has refused a tensor.
         """
+        arrivals = require_open(self._arrivals)
+        arrivals.require_good()
         listing = {name: [file.num_bytes, file.sha256, file.names] for name, file in self._files.items()}
-        with atomic_file(self._listing(self._rank)) as path:
+        with atomic_file(self._listing(arrivals.update, self._rank)) as path:
             path.write_text(json.dumps(listing))
         if self._rank == self._senders[0]:
-            self._commit()
+            self._commit(arrivals.update)
 
-    @property
-    def _partial(self) -> Path:
-        return self._folder / f".{version_name(self._version)}.partial"
+    def _partial(self, update: WeightUpdate) -> Path:
+        return self._folder / f".{version_name(update.version)}.partial"
 
-    def _listing(self, rank: int) -> Path:
-        return self._partial / f"files-r{rank:03}.json"
+    def _listing(self, update: WeightUpdate, rank: int) -> Path:
+        return self._partial(update) / f"files-r{rank:03}.json"
 
-    def _commit(self) -> None:
-        final = self._folder / version_name(self._version)
+    def _commit(self, update: WeightUpdate) -> None:
+        partial, version = self._partial(update), update.version
         files: dict[str, WrittenFile] = {}
         for rank in self._senders:
-            for name, (num_bytes, sha256, names) in read_json(self._listing(rank)).items():
+            for name, (num_bytes, sha256, names) in read_json(self._listing(update, rank)).items():
                 files[name] = WrittenFile(num_bytes, sha256, tuple(names))
-        for path in self._partial.iterdir():
+        require_whole(update, [written.names for written in files.values()])
+        for path in partial.iterdir():
             # Listings, and files of an update that never ended.
             if path.name not in files:
                 path.unlink()
         weight_map = {name: file for file, written in files.items() for name in written.names}
-        if len(weight_map) != sum(len(written.names) for written in files.values()):
-            raise _broken(final, "a tensor in two files", "each tensor once", "give every sender buckets of its own")
         total = sum(written.num_bytes for written in files.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         hashes = {name: {"bytes": written.num_bytes, "sha256": written.sha256} for name, written in files.items()}
-        _write_json(self._partial / INDEX, index)
-        index_hash = {"bytes": (self._partial / INDEX).stat().st_size, "sha256": _sha256(self._partial / INDEX)}
-        _write_json(self._partial / HASHES, {"version": self._version, "files": hashes | {INDEX: index_hash}})
-        replace_folder(self._partial, final)
+        _write_json(partial / INDEX, index)
+        hashes[INDEX] = {"bytes": (partial / INDEX).stat().st_size, "sha256": _sha256(partial / INDEX)}
+        _write_json(partial / HASHES, {"version": version, "kind": update.kind.value, "files": hashes})
+        replace_folder(partial, self._folder / version_name(version))
         # Later versions are removed: the run went back to a checkpoint, and makes their steps again.
         there = versions(self._folder)
-        kept = [version for version in there if version <= self._version][-KEPT_VERSIONS:]
+        kept = [each for each in there if each <= version][-KEPT_VERSIONS:]
         for old in set(there) - set(kept):
             shutil.rmtree(self._folder / version_name(old))
 
@@ -157,38 +164,39 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and match[0] == version_name(int(match[1])))
 
 
-def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a version. Raises as `read_buckets`."""
-    for bucket in read_buckets(folder, version):
-        yield from bucket
-
-
-def read_buckets(folder: Path, version: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields a version bucket by bucket, as senders wrote it, after a check of the hashes of all files.
+def read_buckets(folder: Path, update: WeightUpdate) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields an update bucket by bucket, as senders wrote it, after a check of the hashes of all files and of the list
+    of tensors.
 
     Raises:
-        WeightSyncError: a file is missing, cut or changed, or the folder is of another version. Nothing was yielded.
+        WeightSyncError: a file is missing, cut or changed, or the folder is of another update. Nothing was yielded.
     """
     from safetensors import safe_open
 
-    path = folder / version_name(version)
-    files = _check(path, version)
-    for name in files:
-        if name.endswith(".safetensors"):
-            with safe_open(path / name, framework="pt") as handle:
-                yield [(key, handle.get_tensor(key)) for key in handle.keys()]  # noqa: SIM118 - it is no mapping
+    path, arrivals = folder / version_name(update.version), Arrivals(update)
+    files = [path / name for name in _check(path, update) if name.endswith(".safetensors")]
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - it is no mapping
+                arrivals.check(name, handle.get_slice(name).get_shape())
+                arrivals.names.add(name)
+    arrivals.require_whole()
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            yield [(name, handle.get_tensor(name)) for name in handle.keys()]  # noqa: SIM118 - it is no mapping
 
 
-def _check(path: Path, version: int) -> list[str]:
-    """Returns the files of a version. Raises `WeightSyncError` if one is not as it was written."""
+def _check(path: Path, update: WeightUpdate) -> list[str]:
+    """Returns the files of an update. Raises `WeightSyncError` if one is not as it was written."""
     if not (path / HASHES).is_file():
         raise _broken(path, f"no {HASHES}", "a whole version", "wait for the trainer to write it")
     try:
         listing = msgspec.json.decode(read_file(path / HASHES), type=_Hashes)
     except msgspec.DecodeError as error:
         raise _broken(path, f"{HASHES}: {error}", "the list of files", "write the version again") from error
-    if listing.version != version:
-        raise _broken(path, f"version {listing.version}", f"version {version}", "do not rename version folders")
+    if (listing.version, listing.kind) != (update.version, update.kind):
+        seen, expected = (f"version {each.version}, kind {each.kind.value}" for each in (listing, update))
+        raise _broken(path, seen, expected, "do not rename version folders")
     for name, expected in listing.files.items():
         file = path / name
         seen = _HashedFile(file.stat().st_size, _sha256(file)) if file.is_file() else "missing"

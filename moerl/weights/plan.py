@@ -170,6 +170,10 @@ class SyncPlan:
         """Returns the shape of a rank's shard of each tensor that it publishes, by name."""
         return self.manifest.shard_shapes(rank)
 
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of all tensors that are sent, by checkpoint name: the list of an update by this plan."""
+        return {entry.name: entry.shape for bucket in self.buckets for entry in bucket.entries}
+
     @property
     def largest_bucket_bytes(self) -> int:
         return max((bucket.num_bytes for bucket in self.buckets), default=0)

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moerl.contract.ports import WeightSink
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.weights.bucket import WeightBucket, check_shards
 from moerl.weights.bucket_sender import BucketSender, SinkThread
@@ -100,12 +101,13 @@ class Publisher:
         self._thread = None if sink is None else SinkThread(f"{sink_name} of rank {rank}", peers.step_seconds)
 
     def publish(
-        self, shards: Mapping[str, Tensor], version: int, dtypes: Mapping[str, str] | None = None
+        self, shards: Mapping[str, Tensor], update: WeightUpdate, dtypes: Mapping[str, str] | None = None
     ) -> PublishReport:
-        """Hands all weights to the sinks as `version`. A collective of all trainer ranks.
+        """Hands the tensors of an update to the sinks. A collective of all trainer ranks.
 
         Args:
             shards: this rank's weights by the names of the plan; they must not change meanwhile.
+            update: lists the tensors of the plan.
             dtypes: dtypes to which the engine rounds each tensor (`CheckedSink.held_dtypes`), for the checksums in the
                 report; None if no checksums are wanted.
 
@@ -118,7 +120,7 @@ class Publisher:
         if self._sink is not None and self._thread is not None:
             sender = BucketSender(self._sink, self._thread, self._peers.device, self._slot_bytes, dtypes)
         try:
-            self._peers.agree(self._begin(sender, shards, version), "begin")
+            self._peers.agree(self._begin(sender, shards, update), "begin")
             gather_seconds = self._transfer(sender, shards)
             self._end(sender)
         except BaseException:
@@ -126,7 +128,7 @@ class Publisher:
                 sender.abandon()
             raise
         return PublishReport(
-            version=version,
+            version=update.version,
             num_tensors=0 if sender is None else sender.num_tensors,
             num_bytes=0 if sender is None else sender.num_bytes,
             total_bytes=sum(bucket.num_bytes for bucket in self._plan.buckets),
@@ -151,12 +153,14 @@ class Publisher:
         if problem is not None:
             raise problem
 
-    def _begin(self, sender: BucketSender | None, shards: Mapping[str, Tensor], version: int) -> BaseException | None:
+    def _begin(
+        self, sender: BucketSender | None, shards: Mapping[str, Tensor], update: WeightUpdate
+    ) -> BaseException | None:
         try:
             check_shards(self._plan, self._peers.rank, shards)
         except WeightSyncError as problem:
             return problem
-        return None if sender is None else sender.begin(version)
+        return None if sender is None else sender.begin(update)
 
     def _transfer(self, sender: BucketSender | None, shards: Mapping[str, Tensor]) -> float:
         """Gathers and sends all buckets, until the sinks have received them; returns the seconds of gathering."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
+from full_updates import send
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -45,9 +46,7 @@ def test_weights_of_a_checkpoint_with_expert_biases_can_be_swapped_in(tmp_path: 
     old, new = (families.write_model(tmp_path / str(seed), family, seed=seed) for seed in (1, 2))
     model = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32)
     engine = EmbeddedEngine(model, family.spec(), engine_id="e", max_running=1, policy_version=0)
-    engine.begin_update(1)
-    engine.receive(load_file(new / "model.safetensors").items())
-    engine.end_update()
+    send(engine, 1, load_file(new / "model.safetensors"))
     judge = families.Judge(new, family)
     (record,) = engine.generate([_request(0, 6)])
     np.testing.assert_array_equal(

@@ -179,7 +179,10 @@ def test_a_run_without_a_cold_start_begins_with_reinforcement_learning(
 def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
     train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
 ) -> None:
-    from moerl.weights.disk import read_version, versions
+    from moerl.contract.weight_update import UpdateKind, WeightUpdate
+    from moerl.models.description import read_model
+    from moerl.trainer.hf_directory import checkpoint_shapes
+    from moerl.weights.disk import read_buckets, versions
 
     steps = train(
         "weights.transport=disk", "weights.gather=allgather", "weights.bucket_bytes=65536", "weights.verify=2"
@@ -190,7 +193,9 @@ def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
     folder = tmp_path / "run" / "weights"
     assert versions(folder) == [len(steps) - 1, len(steps)]
     assert len(list((folder / f"version-{len(steps):08}").glob("*.safetensors"))) > 2
-    assert dict(read_version(folder, len(steps)))
+    model = tmp_path / "run" / "final_model"
+    shapes = checkpoint_shapes(model, read_model(model).hf_config)
+    assert list(read_buckets(folder, WeightUpdate(len(steps), UpdateKind.FULL, shapes)))
 
 
 def test_a_loss_and_advantages_of_ones_own_that_are_grpo_make_the_same_run(

@@ -10,6 +10,7 @@ from pathlib import Path
 import families
 import pytest
 import sglang_live
+from full_updates import full
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def update(
     """In two buckets, checked; `between` happens in between."""
     half = len(tensors) // 2
     engine.held_dtypes()
-    engine.begin_update(version)
+    engine.begin_update(full(version, tensors))
     engine.receive(tensors[:half])
     between()
     engine.receive(tensors[half:])

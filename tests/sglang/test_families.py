@@ -10,6 +10,7 @@ from pathlib import Path
 import families
 import pytest
 import sglang_live
+from full_updates import full
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, collect_twice, make_requests
 
@@ -68,7 +69,7 @@ def test_routing_kept_sets_and_logprobs_are_those_of_transformers_before_and_aft
     assert reference.num_rows > 3000
 
     tensors = load_file(served.other_folder / "model.safetensors")
-    engine.begin_update(1)
+    engine.begin_update(full(1, tensors))
     for bucket in tensors.items():  # so small that DeepSeek's two projections into latents come apart
         engine.receive([bucket])
     engine.end_update()

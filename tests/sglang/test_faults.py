@@ -15,6 +15,7 @@ from typing import Any
 import families
 import pytest
 import sglang_live
+from full_updates import full
 from safetensors.torch import load_file
 from sglang_proxy import SPOILERS, spoiling
 from sglang_reference import Reference, make_requests
@@ -56,7 +57,7 @@ class Own:
     def update(self, version: int, between: Callable[[], None] | None = None) -> None:
         """In two buckets; `between` happens in between."""
         half = len(self.tensors) // 2
-        self.engine.begin_update(version)
+        self.engine.begin_update(full(version, self.tensors))
         self.engine.receive(self.tensors[:half])
         if between is not None:
             between()

@@ -161,6 +161,7 @@ def train_and_sync_from_two_senders(
     every server holds against the export. Problems, and the bytes that this rank sent of the last version."""
 
     from moerl.contract.shares import cut_share
+    from moerl.contract.weight_update import UpdateKind
     from moerl.kernels.checksum import checksums
     from moerl.ranks.senders import RankSenders, RanksInTurn
     from moerl.rollout.fleet.servers_sink import ServersSink
@@ -177,7 +178,7 @@ def train_and_sync_from_two_senders(
     plan = weight_sync.plan_for(trainer, case.folder, senders=2)
     shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
     open_ours = partial(open_channel, device=platform.device())
-    sink = ServersSink(shapes, open_ours, 1 << 20, keeps_copy=True, together=False)
+    sink = ServersSink(open_ours, 1 << 20, keeps_copy=True, together=False)
     publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     senders = RankSenders(RanksInTurn(cast(Any, NothingHeld())))
     engine, problems, said = None, [], []
@@ -193,11 +194,11 @@ def train_and_sync_from_two_senders(
         begun = b""
         if engine is not None:
             dtypes = dict(engine.held_dtypes())
-            engine.begin_update(version)
-            begun = msgspec.json.encode(Publish(version, dtypes, senders.targets))
+            engine.begin_update(weight_sync.update_of(plan, version))
+            begun = msgspec.json.encode(Publish(version, UpdateKind.FULL, dtypes, senders.targets))
         told = msgspec.json.decode(share_bytes(begun), type=Publish)
         sink.targets = told.targets
-        report = publisher.publish(trainer.shards(), version, told.dtypes)
+        report = publisher.publish(trainer.shards(), weight_sync.update_of(plan, version), told.dtypes)
         num_bytes = report.num_bytes
         reply = Reply(checksums=dict(report.checksums), failed=sink.failed())
         replies = [msgspec.json.decode(each, type=Reply) for each in all_gather_bytes(msgspec.json.encode(reply))]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import sglang_live
 import torch
+from full_updates import full
 from listening import listening, open_to_others
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, make_requests
@@ -54,7 +55,7 @@ class Updated:
         third = len(tensors) // 3
         self.version += 1
         self.used[self.version] = folder
-        self.engine.begin_update(self.version)
+        self.engine.begin_update(full(self.version, tensors))
         for bucket in (tensors[:third], tensors[third : 2 * third], tensors[2 * third :]):
             self.engine.receive(bucket)
         self.engine.end_update()
@@ -108,8 +109,9 @@ def test_neither_server_nor_trainer_listens_where_others_could_reach_it(updated:
 def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(updated: Updated, other_folder: Path):
     requests = make_requests(6)
     before = collect(updated.engine, requests)
-    updated.engine.begin_update(2)
-    updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:-1])
+    tensors = load_file(other_folder / "model.safetensors")
+    updated.engine.begin_update(full(2, tensors))
+    updated.engine.receive(list(tensors.items())[:-1])
     with pytest.raises(WeightSyncError, match="missing"):
         updated.engine.end_update()
     assert updated.engine.handshake().policy_version == 1
@@ -120,8 +122,9 @@ def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(updated
 def test_an_abandoned_update_is_undone(updated: Updated, other_folder: Path):
     requests = make_requests(6)
     before = collect(updated.engine, requests)
-    updated.engine.begin_update(2)
-    updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:10])
+    tensors = load_file(other_folder / "model.safetensors")
+    updated.engine.begin_update(full(2, tensors))
+    updated.engine.receive(list(tensors.items())[:10])
     updated.engine.abandon_update()
     for rollout_id, trajectory in collect(updated.engine, requests).items():
         assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()

@@ -22,8 +22,8 @@ from moerl.contract.ports import (
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
-    check_version,
 )
+from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.contract.wire import decode_records
 from moerl.errors import EngineError, WeightSyncError, undoing
 from moerl.rollout.beside.local import EngineProcess
@@ -115,7 +115,7 @@ class BesideEngine:
         # Messages go out one at a time; so do calls of an update, which may come from any thread.
         self._sending, self._updating = threading.Lock(), threading.Lock()
         self._has_ended = self._is_closed = False
-        self._staged: int | None = None
+        self._staged: WeightUpdate | None = None
         self._dtypes: Mapping[str, str] = {}
         self._pushing: PushingSink | None = None
         self._reader = threading.Thread(target=self._read, name="engine-records", daemon=True)
@@ -215,28 +215,28 @@ class BesideEngine:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         """Begins an update; one that was never ended is forgotten. Returns at once: the process begins the update after
-        a decoding step, and buckets wait there until then."""
-        check_version(version)
+        a decoding step, and buckets wait there until then. If the process refuses the update, they raise its error, and
+        so does `end_update`."""
         with self._updating:
-            self._send(Update("begin", version=version))
-            self._staged = version
+            self._send(Update("begin", update))
+            self._staged = update
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Pushes one bucket from this process."""
-        version = self._require_update()
+        update = require_open(self._staged)
         with self._updating, undoing(self._check_alive):
             if self._pushing is None:
                 self._pushing = PushingSink(self.receiver)
-            self._pushing.begin_update(version)
+            self._pushing.begin_update(update)
             self._pushing.receive(tensors)
 
     def end_update(self) -> None:
-        version = self._require_update()
+        update = require_open(self._staged)
         self._staged = None
         told = self._update(Update("end"))
-        self._version = version
+        self._version = update.version
         self.costs.interrupted, self.costs.stalled_seconds = told.interrupted, told.stalled_seconds
 
     def abandon_update(self) -> None:
@@ -256,11 +256,6 @@ class BesideEngine:
         except WeightSyncError:
             self._version = -1
             raise
-
-    def _require_update(self) -> int:
-        if self._staged is None:
-            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
-        return self._staged
 
     def _update(self, update: Update) -> EngineAnswer:
         with self._updating:

@@ -18,6 +18,7 @@ import msgspec
 from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec
+from moerl.contract.weight_update import WeightUpdate
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind"):
@@ -68,8 +69,8 @@ class Update(_Message, tag="update"):
 
     do: Literal["begin", "end", "abandon", "held_dtypes", "verify", "memory"]
     """Method to call, without `_update`; `memory` asks for `EngineAnswer.peak_rss_bytes` alone."""
-    version: int = -1
-    """Policy version of the new weights, for `begin`; else -1."""
+    update: WeightUpdate | None = None
+    """Update that begins, for `begin`; else None."""
     checksums: dict[str, int] = {}
     """Checksums of the sent weights by checkpoint name, for `verify`; else empty."""
 

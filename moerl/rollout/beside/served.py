@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest
+from moerl.contract.weight_update import WeightUpdate
 from moerl.contract.wire import encode_trajectories
 from moerl.errors import MoerlError, WeightSyncError
 from moerl.processes.channel import receive, send
@@ -119,8 +120,8 @@ class _Served:
                     aborted = [r.lineage.rollout_id for r in found if r.lineage.rollout_id in rollout_ids]
                     found = [r for r in found if r.lineage.rollout_id not in aborted]
                     self._tell_of_unfinished(aborted)
-                case Update(do="begin", version=version):
-                    self._updates.begin(version)
+                case Update(do="begin", update=WeightUpdate() as begun):
+                    self._updates.begin(begun)
                 case Update() as update:
                     send(self._connection, encode(self._update(update)))
                     patience = _PATIENCE_SECONDS if update.do in ("held_dtypes", "end") else 0.0
@@ -181,14 +182,14 @@ class OpenUpdate:
         self._version = -1
         self._problem: Exception | None = None
 
-    def begin(self, version: int) -> None:
+    def begin(self, update: WeightUpdate) -> None:
         """Begins an update. `take` and `end` raise its error: nobody waits for an answer to `begin`."""
         self._problem = None
         try:
-            self._engine.begin_update(version)
+            self._engine.begin_update(update)
         except Exception as error:  # noqa: BLE001 - raised to whoever brings or ends it
             self._problem = error
-        self._set(version)
+        self._set(update.version)
 
     def take(self, version: int, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Stages a bucket of this version, once its update has begun.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutEngine, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import Lineage
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import ending
 from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
 
@@ -23,6 +24,11 @@ class WeightSets(Protocol):
         """int64 [L, E], as `AcrossUpdate.renumbered_LE`."""
         ...
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by checkpoint name."""
+        ...
+
     def tensors(self, *, renumbered: bool) -> Iterable[tuple[str, Any]]:
         """Yields tensors by checkpoint name."""
         ...
@@ -31,7 +37,7 @@ class WeightSets(Protocol):
 class Updated(RolloutEngine, Protocol):
     """An engine whose weights can be replaced."""
 
-    def begin_update(self, version: int) -> None: ...
+    def begin_update(self, update: WeightUpdate) -> None: ...
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None: ...
 
@@ -83,7 +89,7 @@ class EngineSubject:
         weights = self._weights
         if weights is None:
             raise CannotAskError("the engine's weights are not to be replaced")
-        self._engine.begin_update(version)
+        self._engine.begin_update(WeightUpdate(version, UpdateKind.FULL, weights.shapes))
         self._engine.receive(weights.tensors(renumbered=renumbered))
         self._engine.end_update()
 

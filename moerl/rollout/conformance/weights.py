@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,12 @@ class RenumberedWeights:
     Routers that choose groups first choose the same ones: whole groups move. Without groups an expert is a group.
 
     Args:
-        names: of the tensors that an engine holds; others of the directory are left out.
+        shapes: of the tensors that an engine holds, by checkpoint name; others of the directory are left out.
     """
 
-    def __init__(self, model: ModelDescription, names: Collection[str]) -> None:
+    def __init__(self, model: ModelDescription, shapes: Mapping[str, tuple[int, ...]]) -> None:
         assert model.folder is not None
-        self._names = names
+        self.shapes = shapes
         self._folder, self._num_experts = model.folder, model.num_experts
         groups = int(model.hf_config.get("n_group") or 1)
         self._shift = model.num_experts // groups if groups > 1 else 1
@@ -44,7 +44,7 @@ class RenumberedWeights:
         """Yields tensors by checkpoint name."""
         for file in sorted({tensor.file for tensor in stored_tensors(self._folder).values()}):
             for name, tensor in load_file(file).items():
-                if name not in self._names:
+                if name not in self.shapes:
                     continue
                 yield self._renumber(name, tensor) if renumbered else (name, tensor)
 

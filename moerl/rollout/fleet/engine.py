@@ -23,8 +23,9 @@ from moerl.contract.ports import (
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
-    check_version,
 )
+from moerl.contract.update_kinds import check_update
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
@@ -81,10 +82,10 @@ class FleetEngine:
         self._loop.call_soon_threadsafe(
             self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
         )
-        weight_set = WeightSet(options.shapes, options.tied, keeps_copy=options.keeps_copy)
+        weight_set = WeightSet(options.tied, keeps_copy=options.keeps_copy)
         receivers = Receivers(self._open_channel, together=True)
         sender = Sender(weight_set, receivers, options.bucket_bytes)
-        self._updates = Updates(options.shapes, LocalSender(sender, options.bucket_bytes))
+        self._updates = Updates(options.tied, LocalSender(sender, options.bucket_bytes))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()
@@ -151,19 +152,22 @@ class FleetEngine:
             )
         self._wait(self._sleep())
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         """Stops sampling as `EngineOptions.interrupt` says and starts an update; one that was never ended is forgotten.
 
         Servers that fail are replaced meanwhile.
+
+        Raises:
+            WeightSyncError: its list is not for the tensors of the served model; servers hold what they held before.
         """
-        self._wait(self._begin(version))
+        self._wait(self._begin(update))
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Sends one bucket of tensors under their checkpoint names.
 
         Raises:
-            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before; or trainer ranks send
-                the set.
+            WeightSyncError: no update is open; the update does not list a tensor, or with another shape, or it came
+                before; or trainer ranks send the set.
         """
         self._wait(self._receive(tensors))
 
@@ -280,15 +284,15 @@ class FleetEngine:
             with self._losing():
                 await self._updates.sleep(self._fleet.current)
 
-    async def _begin(self, version: int) -> None:
+    async def _begin(self, update: WeightUpdate) -> None:
         async with self._turn:
             if self._awaits_check:
                 await self._resume()
-            check_version(version)
+            check_update(update, self._options.shapes, self._options.tied)
             if not self._updates.is_open:
                 await self._interrupt()
             with self._losing():
-                await self._updates.begin(version, lambda: self._fleet.current)
+                await self._updates.begin(update, lambda: self._fleet.current)
 
     async def _interrupt(self) -> None:
         """Lets no new requests in, ends those under way as `EngineOptions.interrupt` says, and marks sampling as

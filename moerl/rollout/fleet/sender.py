@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from moerl.contract.commands import Target
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket
 from moerl.rollout.fleet.receivers import Receivers
@@ -20,7 +21,7 @@ class Sender:
     """A sender of a part of every set, or of all of it.
 
     Args:
-        weight_set: tensors that may come.
+        weight_set: keeps the tensors of a set while it is sent.
         receivers: servers that they go to.
         bucket_bytes: what is kept is sent in buckets of up to this size; a tensor that is larger is sent alone.
 
@@ -34,9 +35,9 @@ class Sender:
         self._taken: dict[str, Tensor | None] = {}
         self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
 
-    async def begin(self, version: int, targets: Sequence[Target]) -> None:
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         """Starts a set, which goes to these servers and to no others; one that was never taken is forgotten."""
-        self.weight_set.begin(version)
+        self.weight_set.begin(update)
         self._num_sent, self._taken = 0, {}
         self._receivers.failed()
         self._receivers.replace(targets)
@@ -49,8 +50,8 @@ class Sender:
 
     def take(self, version: int) -> Collection[str]:
         """Closes the set; returns the names of the tensors in it. Raises as `WeightSet.part`."""
-        self._taken = self.weight_set.part(version)
-        return self._taken.keys()
+        names, self._taken = self.weight_set.part(version)
+        return names
 
     def hold(self, version: int) -> None:
         """Keeps what was taken last, which is of this version, for `held`."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moerl.contract.commands import Target
+from moerl.contract.weight_update import WeightUpdate
 from moerl.rollout.fleet.sender import Sender, buckets
 
 
@@ -32,8 +33,8 @@ class AllSenders(Protocol):
     """The senders of one engine, wherever they run. Every method raises `WeightSyncError` if one is gone, or could not
     do it."""
 
-    async def begin(self, version: int, targets: Sequence[Target]) -> None:
-        """Has the buckets of this version go to these servers, whose updates are open, and to no others."""
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
+        """Has the buckets of this update go to these servers, whose updates are open, and to no others."""
         ...
 
     async def take(self, version: int) -> Sequence[Part]:
@@ -75,8 +76,8 @@ class LocalSender:
     def failed(self) -> dict[str, str]:
         return self._sender.failed()
 
-    async def begin(self, version: int, targets: Sequence[Target]) -> None:
-        await self._sender.begin(version, targets)
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
+        await self._sender.begin(update, targets)
 
     async def take(self, version: int) -> Sequence[Part]:
         return [Part(self._sender.take(version), self._sender.failed())]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from moerl.contract.commands import Target
+from moerl.contract.weight_update import WeightUpdate
 from moerl.rollout.fleet.backend import Bucket, WeightChannel
 from moerl.rollout.fleet.receivers import Receivers
 from moerl.rollout.fleet.sender import Sender
@@ -22,9 +23,9 @@ class ServersSink:
     stands still: connections that lie idle meanwhile are not used again.
 
     Args:
-        shapes, keeps_copy: as in `EngineOptions`.
         open_channel: of the servers' backend.
         bucket_bytes: as of `Sender`.
+        keeps_copy: as in `EngineOptions`.
         together: as of `Receivers`.
 
     Attributes:
@@ -33,21 +34,20 @@ class ServersSink:
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
         open_channel: Callable[[Target], WeightChannel],
         bucket_bytes: int,
         *,
         keeps_copy: bool,
         together: bool,
     ) -> None:
-        weight_set = WeightSet(shapes, {}, keeps_copy=keeps_copy)
+        weight_set = WeightSet({}, keeps_copy=keeps_copy)
         self._sender = Sender(weight_set, Receivers(open_channel, together=together), bucket_bytes)
         self._loop, self._version = asyncio.new_event_loop(), -1
         self.targets: Sequence[Target] = ()
 
-    def begin_update(self, version: int) -> None:
-        self._version = version
-        self._run(self._sender.begin(version, self.targets))
+    def begin_update(self, update: WeightUpdate) -> None:
+        self._version = update.version
+        self._run(self._sender.begin(update, self.targets))
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends one bucket. Servers that fail are named by `failed`. Raises as `WeightSet.receive`."""

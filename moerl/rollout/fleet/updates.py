@@ -8,17 +8,17 @@ incomplete set leaves mixed weights on servers; they get the set before it again
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from moerl.contract.commands import Target
+from moerl.contract.weight_update import WeightUpdate, require_open, require_whole
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
 from moerl.rollout.fleet.receivers import attempt
 from moerl.rollout.fleet.replica import Replica
 from moerl.rollout.fleet.senders import AllSenders, LocalSender, Part
-from moerl.rollout.fleet.weight_set import check_whole
 from moerl.rollout.weight_difference import weight_difference
 
 
@@ -29,7 +29,7 @@ class Updates:
     raised.
 
     Args:
-        shapes: as in `EngineOptions`.
+        tied: as in `EngineOptions`.
         sender: of this process; until `send_by`.
 
     Attributes:
@@ -37,11 +37,11 @@ class Updates:
         is_open: an update has begun and not ended.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sender: LocalSender) -> None:
+    def __init__(self, tied: Collection[str], sender: LocalSender) -> None:
         self.held: int | None = None
         self.is_open = False
-        self._shapes = shapes
-        self._version = -1
+        self._tied = tied
+        self._update: WeightUpdate | None = None
         self._sent: tuple[int, Mapping[str, int]] | None = None
         self._dtypes: Mapping[str, str] | None = None
         self._targets: dict[str, Replica] = {}  # by key: a server that takes the place of one is not in its update
@@ -63,7 +63,7 @@ class Updates:
         failed, self._failed = self._failed, []
         return failed
 
-    async def begin(self, version: int, replicas: Callable[[], Sequence[Replica]]) -> None:
+    async def begin(self, update: WeightUpdate, replicas: Callable[[], Sequence[Replica]]) -> None:
         """Starts the update of the replicas that are current when it can begin; one that was never ended is forgotten.
 
         Raises:
@@ -72,10 +72,10 @@ class Updates:
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
-        self._version = version
+        self._update = update
         self._targets = {replica.key: replica for replica in replicas()}
         await self._on_all(lambda server: server.begin_update())
-        await self._senders.begin(version, self._reached())
+        await self._senders.begin(update, self._reached())
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends tensors, and returns when they were sent.
@@ -100,14 +100,15 @@ class Updates:
         Raises:
             WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
         """
-        version = self._version
+        update = require_open(self._update)
+        version = update.version
         parts = await self._senders.take(version)
         self._drop_failed(parts)
-        check_whole([part.names for part in parts], self._shapes)
+        require_whole(update, [part.names for part in parts])
         await self._senders.hold(version)
         await self._on_all(lambda server: server.end_update(version))
         self.held, self._holders = version, self._senders
-        self._names = {name for part in parts for name in part.names}
+        self._names = update.tensors.keys() - self._tied
         self._close()
 
     async def resume(self, replicas: Sequence[Replica]) -> None:

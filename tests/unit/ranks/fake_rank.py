@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from moerl.contract.commands import Close, Failure, Reply, decode_command, encode
+from moerl.contract.commands import Close, Reply, decode_command, encode
+from moerl.contract.failure import Failure
 from moerl.errors import CheckpointError, UnprovedError
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import belong_to_parent

@@ -10,7 +10,6 @@ import pytest
 
 from moerl.contract.commands import (
     Array,
-    Failure,
     RankPassReport,
     Reply,
     Save,
@@ -19,6 +18,7 @@ from moerl.contract.commands import (
     decode_reply,
     encode,
 )
+from moerl.contract.failure import Failure
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport, sum_reports
 from moerl.errors import (
     ConfigError,

@@ -18,6 +18,7 @@ from waiting import eventually, is_alive
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import Load, PollSave, Publish, Step
+from moerl.contract.weight_update import UpdateKind
 from moerl.errors import CheckpointError, TrainerError, UnprovedError
 from moerl.machine.interfaces import LOOPBACK
 from moerl.ranks import processes
@@ -62,12 +63,12 @@ def test_every_rank_gets_its_own_frame_and_sends_its_own_reply(folder: Path):
 def test_ranks_work_while_the_controller_does_something_else(folder: Path):
     seen: list[tuple[int, int]] = []
     ranks = start(folder, {"0": {"publish": "progress"}}, watch=lambda *told: seen.append(told))
-    ranks.tell(Publish(3, None))
+    ranks.tell(Publish(3, UpdateKind.FULL, None))
     assert seen == []
     assert [reply.metrics["rank"] for reply in ranks.replies()] == [0, 1]
     assert seen == [(1, 2)]
     # Replies that were not asked for are read before the next command, which gets its own.
-    ranks.tell(Publish(4, None))
+    ranks.tell(Publish(4, UpdateKind.FULL, None))
     assert [reply.metrics["frame_bytes"] for reply in ranks.ask(Load(0), [b"", b"four"])] == [0, 4]
     assert seen == [(1, 2), (1, 2)]
     ranks.close()
@@ -75,11 +76,11 @@ def test_ranks_work_while_the_controller_does_something_else(folder: Path):
 
 def test_the_error_of_ranks_that_were_told_is_raised_by_whatever_comes_next(folder: Path):
     ranks = start(folder, {"0": {"publish": "refuse"}, "1": {"publish": "refuse"}})
-    ranks.tell(Publish(3, None))
+    ranks.tell(Publish(3, UpdateKind.FULL, None))
     with pytest.raises(CheckpointError, match="it is corrupt"):
         ranks.ask(Step(0, prove=True))
     assert len(ranks.ask(Step(0, prove=True))) == 2
-    ranks.tell(Publish(4, None))
+    ranks.tell(Publish(4, UpdateKind.FULL, None))
     with pytest.raises(CheckpointError, match="it is corrupt"):
         ranks.replies()
     ranks.close()
@@ -89,7 +90,7 @@ def test_a_rank_that_is_gone_before_it_is_told_is_named(folder: Path):
     ranks = start(folder, {})
     os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
     eventually(lambda: not is_alive(int((folder / "pid-1").read_text())))
-    ranks.tell(Publish(3, None))
+    ranks.tell(Publish(3, UpdateKind.FULL, None))
     with pytest.raises(TrainerError, match="rank 1 of the trainer was lost in 'publish'"):
         ranks.replies()
 
@@ -130,7 +131,7 @@ def test_a_rank_that_hangs_past_the_deadline_is_named(folder: Path):
     ranks = start(folder, {"1": {"publish": "hang"}})
     ranks._seconds = 2.0
     with pytest.raises(TrainerError, match="rank 1 of the trainer was lost in 'publish'; seen: no reply within 2 s"):
-        ranks.ask(Publish(3, None))
+        ranks.ask(Publish(3, UpdateKind.FULL, None))
     assert not any(is_alive(int((folder / f"pid-{rank}").read_text())) for rank in (0, 1))
 
 

@@ -8,18 +8,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fleet_fake
 import pytest
 import torch
 from waiting import eventually
 
-from moerl.contract.commands import AnyCommand, Close, Hold, Publish, Reply, UseOfDevice
+from moerl.contract.commands import AnyCommand, Build, Close, Hold, Publish, Reply, UseOfDevice
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, TrainerError, WeightSyncError
 from moerl.ranks import updates
+from moerl.ranks.group import TrainerGroup
 from moerl.ranks.senders import RanksInTurn
 from moerl.ranks.updates import LedUpdates
 from moerl.rollout.beside.engine import BesideEngine
 
 DTYPES = {"a": "bfloat16", "b": "float32"}
+SHAPES = {"a": (1,), "b": (1,)}
 METRICS = {"weights/end_seconds": 0.0, "weights/bytes": 4.0}
 
 
@@ -44,8 +48,9 @@ class Engine:
         self._pass("held_dtypes")
         return DTYPES
 
-    def begin_update(self, version: int) -> None:
-        self._pass("begin", version)
+    def begin_update(self, update: WeightUpdate) -> None:
+        self._pass("begin", update.version)
+        assert update == WeightUpdate(update.version, UpdateKind.FULL, SHAPES)
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         self._pass("receive", [name for name, _ in tensors])
@@ -88,6 +93,8 @@ class FakeRanks:
         if problem is not None:
             raise problem
         command = self.told[-1]
+        if isinstance(command, Build):
+            return [Reply(tensors=SHAPES), Reply()]
         checksums: list[dict[str, int | None]] = [{"a": 1}, {"b": 2}]
         if isinstance(command, Publish) and command.dtypes is None:
             checksums = [{"a": None}, {"b": None}]
@@ -130,7 +137,9 @@ Lead = Callable[..., LedUpdates]
 @pytest.fixture
 def lead(ranks: FakeRanks, tmp_path: Path) -> Lead:
     def make(engine: Engine, **changes: Any) -> LedUpdates:
-        return LedUpdates(config_of(tmp_path, **changes), RanksInTurn(cast(Any, ranks)), cast(Any, engine))
+        led = LedUpdates(config_of(tmp_path, **changes), RanksInTurn(cast(Any, ranks)), cast(Any, engine))
+        led.tensors = SHAPES
+        return led
 
     return make
 
@@ -145,7 +154,7 @@ def test_the_controller_begins_an_update_has_ranks_publish_and_ends_and_checks_i
     taken: list[Exception | None] = []
     finish = lead(engine).publish(3, verify=True, taken=taken.append)
     assert calls == ["held_dtypes", ("begin", 3), "publish"]
-    assert ranks.told == [Publish(3, DTYPES)]
+    assert ranks.told == [Publish(3, UpdateKind.FULL, DTYPES)]
     assert taken == []
     metrics = finish()
     assert calls[3:] == ["end", ("verify", {"a": 1, "b": 2})]
@@ -154,12 +163,23 @@ def test_the_controller_begins_an_update_has_ranks_publish_and_ends_and_checks_i
     assert metrics["weights/end_seconds"] > 0 < metrics["weights/check_seconds"]
 
 
+def test_an_update_lists_the_tensors_that_the_first_rank_reported_when_the_stage_was_built(
+    engine: Engine, ranks: FakeRanks, tmp_path: Path
+):
+    trainer = TrainerGroup(config_of(tmp_path), cast(Any, ranks))
+    trainer.build("rl", tmp_path, fleet_fake.SPEC, cast(Any, engine))
+    begun: list[WeightUpdate] = []
+    engine.begin_update = lambda update: begun.append(update)
+    trainer.publish(3, verify=False, taken=lambda problem: None)()
+    assert begun == [WeightUpdate(3, UpdateKind.FULL, SHAPES)]
+
+
 def test_an_update_that_is_not_checked_asks_for_no_checksums(
     lead: Lead, engine: Engine, ranks: FakeRanks, calls: list[Any]
 ):
     metrics = lead(engine).publish(3, verify=False, taken=lambda problem: None)()
     assert calls == [("begin", 3), "publish", "end"]
-    assert ranks.told == [Publish(3, None)]
+    assert ranks.told == [Publish(3, UpdateKind.FULL, None)]
     assert metrics["weights/check_seconds"] == 0.0
 
 
@@ -168,15 +188,15 @@ def test_an_engine_takes_a_version_from_the_disk_once_all_ranks_have_written_it(
 ):
     read: list[Any] = []
 
-    def read_buckets(folder: Path, version: int) -> list[list[tuple[str, torch.Tensor]]]:
-        read.append((folder, version))
+    def read_buckets(folder: Path, update: WeightUpdate) -> list[list[tuple[str, torch.Tensor]]]:
+        read.append((folder, update))
         return [[("a", torch.ones(1))], [("b", torch.ones(1))]]
 
     monkeypatch.setattr(updates, "read_buckets", read_buckets)
     lead(engine, transport="disk").publish(3, verify=True, taken=lambda problem: None)()
     both = [("receive", ["a"]), ("receive", ["b"])]
     assert calls == ["held_dtypes", "publish", ("begin", 3), *both, "end", ("verify", {"a": 1, "b": 2})]
-    assert read == [(tmp_path / "weights", 3)]
+    assert read == [(tmp_path / "weights", WeightUpdate(3, UpdateKind.FULL, SHAPES))]
 
 
 def test_ranks_that_fail_leave_the_engine_with_the_version_it_had(
@@ -281,7 +301,7 @@ def test_another_thread_waits_until_the_loop_has_its_replies(ranks: FakeRanks, c
         in_turn.ask_aside(Hold(3))
         done.set()
 
-    in_turn.tell(Publish(3, None))
+    in_turn.tell(Publish(3, UpdateKind.FULL, None))
     thread = threading.Thread(target=aside)
     thread.start()
     assert not done.wait(0.2)
@@ -294,7 +314,7 @@ def test_another_thread_waits_until_the_loop_has_its_replies(ranks: FakeRanks, c
 
 def test_a_command_that_was_told_and_not_heard_is_ended_by_the_next_one(ranks: FakeRanks, calls: list[Any]):
     in_turn = RanksInTurn(cast(Any, ranks))
-    in_turn.tell(Publish(3, None))
+    in_turn.tell(Publish(3, UpdateKind.FULL, None))
     in_turn.ask(UseOfDevice())
     thread = threading.Thread(target=in_turn.ask_aside, args=(Hold(3),))
     thread.start()

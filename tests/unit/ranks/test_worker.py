@@ -14,6 +14,7 @@ from factories import SPEC
 from moerl.config.load import load_config
 from moerl.contract.commands import AnyCommand, Build, Hold, Publish, Reply
 from moerl.contract.trainer import Stage
+from moerl.contract.weight_update import UpdateKind
 from moerl.errors import ConfigError
 from moerl.ranks.worker import Worker
 
@@ -72,7 +73,7 @@ def test_models_rest_between_their_last_bucket_and_the_reply_after_which_servers
     models = [RestingModel(name, calls) for name in ("trainer", "reference")]
     worker._weights = cast(Any, SimpleNamespace(run=run))
     worker._policy, worker._reference = cast(Any, models)
-    assert worker.run(Publish(3, None)) is sent
+    assert worker.run(Publish(3, UpdateKind.FULL, None)) is sent
     assert calls == ["publish", *(["trainer rests", "reference rests"] if sleeps else [])]
     worker.run(Hold(3))
     assert calls[-1] == "hold"

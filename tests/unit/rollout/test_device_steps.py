@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
+from full_updates import send
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -220,11 +221,11 @@ def test_updated_weights_lie_where_recorded_steps_read_them(make_model):
     before = rollouts(engine, asked)
     num_recorded = witness.num_recorded
     places = [each.data_ptr() for each in engine._model.parameters()]
-    engine.begin_update(1)
-    engine.receive(
-        item for name, tensor in other.state_dict().items() for item in checkpoint_views(name, tensor).items()
+    send(
+        engine,
+        1,
+        (item for name, tensor in other.state_dict().items() for item in checkpoint_views(name, tensor).items()),
     )
-    engine.end_update()
     assert [each.data_ptr() for each in engine._model.parameters()] == places
     after = rollouts(engine, asked)
     # Not one step was recorded again, and all of them computed with the new weights.

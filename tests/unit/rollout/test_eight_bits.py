@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_updates import send
 
 from moerl.errors import EngineError
 from moerl.kernels.checksum import checksums
@@ -89,9 +90,7 @@ def test_linear_maps_and_experts_are_rounded_and_routers_and_head_are_not(make_m
 def test_an_update_is_held_in_bfloat16_and_computed_with_in_eight_bits(make_model):
     engine, update = _engine(_eight_bits(make_model())), make_model(seed=1)
     before = _logits(engine._model)
-    engine.begin_update(1)
-    engine.receive(held_tensors(update, held_dtypes(update)))
-    engine.end_update()
+    send(engine, 1, held_tensors(update, held_dtypes(update)))
     halves = deepcopy(update).bfloat16()
     assert set(engine.held_dtypes().values()) == {"bfloat16"}
     engine.verify(checksums(held_tensors(halves, held_dtypes(halves))))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from full_updates import send
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
@@ -61,9 +62,7 @@ def _checkpoint(model: Qwen3MoeForCausalLM) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _update(engine: EmbeddedEngine, model: Qwen3MoeForCausalLM, version: int) -> None:
-    engine.begin_update(version)
-    engine.receive(_checkpoint(model))
-    engine.end_update()
+    send(engine, version, _checkpoint(model))
 
 
 class _At:

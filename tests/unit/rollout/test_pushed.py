@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from full_updates import full
 from strangers import SAYINGS, calling
 from waiting import eventually
 
@@ -50,7 +51,7 @@ def receiver(taken: Taken, request: pytest.FixtureRequest) -> Iterator[BucketRec
 
 
 def push(sink: PushingSink, version: int, tensors: dict[str, torch.Tensor]) -> None:
-    sink.begin_update(version)
+    sink.begin_update(full(version, tensors))
     sink.receive(tensors.items())
     sink.end_update()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_updates import send
 
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
@@ -57,9 +58,7 @@ def test_logits_and_routers_give_numbers_of_the_half_type_alone(make_model, dtyp
 
 def test_an_update_is_rounded_held_and_checked_in_the_half_type(make_model):
     engine, update = _engine(make_model(dtype=torch.bfloat16)), make_model(seed=1)
-    engine.begin_update(1)
-    engine.receive(held_tensors(update, held_dtypes(update)))
-    engine.end_update()
+    send(engine, 1, held_tensors(update, held_dtypes(update)))
     halves = deepcopy(update).bfloat16()
     assert set(engine.held_dtypes().values()) == {"bfloat16"}
     engine.verify(checksums(held_tensors(halves, held_dtypes(halves))))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_updates import full
 from safetensors.torch import load_file
 
 from moerl.errors import WeightSyncError
@@ -29,8 +30,8 @@ def _same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def test_a_saved_checkpoint_arrives_bit_for_bit(make_model, tmp_path: Path, tied: bool, dtype: torch.dtype):
     source = make_model(seed=1, dtype=dtype, tie_word_embeddings=tied)
     target = make_model(seed=2, dtype=dtype, tie_word_embeddings=tied)
-    staging = WeightStaging(target, 4, held_dtypes(target))
     checkpoint = _checkpoint(source, tmp_path)
+    staging = WeightStaging(target, full(4, checkpoint), held_dtypes(target))
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in checkpoint
     assert ("lm_head.weight" in checkpoint) != tied
     items = list(checkpoint.items())
@@ -43,15 +44,17 @@ def test_a_saved_checkpoint_arrives_bit_for_bit(make_model, tmp_path: Path, tied
 def test_nothing_changes_before_the_commit(make_model, tmp_path: Path):
     target = make_model(seed=2)
     before = _state(target)
-    staging = WeightStaging(target, 0, held_dtypes(target))
-    staging.receive(_checkpoint(make_model(seed=1), tmp_path).items())
+    checkpoint = _checkpoint(make_model(seed=1), tmp_path)
+    staging = WeightStaging(target, full(0, checkpoint), held_dtypes(target))
+    staging.receive(checkpoint.items())
     assert _same(_state(target), before)
 
 
 def test_tensors_are_cast_to_the_dtype_of_the_model(make_model, tmp_path: Path):
     source, target = make_model(seed=1), make_model(seed=2, dtype=torch.bfloat16)
-    staging = WeightStaging(target, 0, held_dtypes(target))
-    staging.receive(_checkpoint(source, tmp_path).items())
+    checkpoint = _checkpoint(source, tmp_path)
+    staging = WeightStaging(target, full(0, checkpoint), held_dtypes(target))
+    staging.receive(checkpoint.items())
     staging.commit()
     assert _same(_state(target), _state(source.bfloat16()))
 
@@ -70,29 +73,46 @@ def test_a_set_that_is_not_whole_is_refused_and_the_old_weights_stay(make_model,
         items = [(key, tensor.T if key == name else tensor) for key, tensor in items]
     else:
         items.append((name, checkpoint[name]))
-    staging = WeightStaging(target, 9, held_dtypes(target))
-    staging.receive(items)
+    staging = WeightStaging(target, full(9, checkpoint), held_dtypes(target))
+    if fault == "missing":
+        staging.receive(items)
+    else:
+        with pytest.raises(WeightSyncError, match=f"version 9.*{name}"):
+            staging.receive(items)
     with pytest.raises(WeightSyncError, match=f"version 9.*{name}"):
         staging.commit()
     assert _same(_state(target), before)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "misshaped"])
+def test_an_update_whose_list_is_not_that_of_the_model_is_refused_before_anything_comes(
+    make_model, tmp_path: Path, fault: str
+):
+    target, listed = make_model(seed=2), dict(_checkpoint(make_model(seed=1), tmp_path))
+    name = "model.layers.2.mlp.experts.5.down_proj.weight"
+    if fault == "missing":
+        del listed[name]
+    elif fault == "unknown":
+        name = "model.layers.1.mlp.experts.0.up_proj.weight"
+        listed[name] = torch.zeros(24, 32)
+    else:
+        listed[name] = listed[name].T
+    with pytest.raises(WeightSyncError, match=f"version 9.*not for the tensors of this engine; seen: 1: .*{name}"):
+        WeightStaging(target, full(9, listed), held_dtypes(target))
 
 
 def test_a_tied_head_may_come_along_but_must_agree(make_model, tmp_path: Path):
     source, target = (make_model(seed=seed, tie_word_embeddings=True) for seed in (1, 2))
     checkpoint = _checkpoint(source, tmp_path)
     head = checkpoint["model.embed_tokens.weight"].clone()
-    staging = WeightStaging(target, 0, held_dtypes(target))
-    staging.receive([("lm_head.weight", head), *checkpoint.items()])
+    listed = {"lm_head.weight": head, **checkpoint}
+    staging = WeightStaging(target, full(0, listed), held_dtypes(target))
+    staging.receive(listed.items())
     staging.commit()
     assert _same(_state(target), _state(source))
     before = _state(target)
-    staging = WeightStaging(target, 1, held_dtypes(target))
+    staging = WeightStaging(target, full(1, listed), held_dtypes(target))
     staging.receive([*checkpoint.items(), ("lm_head.weight", head + 1)])
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight differs"):
         staging.commit()
     assert _same(_state(target), before)
-
-
-def test_a_negative_version_is_refused(make_model):
-    with pytest.raises(WeightSyncError, match="policy version"):
-        WeightStaging(make_model(), -1, {})

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from full_updates import full
 from waiting import eventually
 
+from moerl.contract.weight_update import WeightUpdate
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.bucket_sender import BucketSender, SinkThread
 from moerl.weights.plan import Bucket, Entry
@@ -21,7 +23,7 @@ class SlowSink:
         self.calls: list[str] = []
         self.go_on = threading.Event()
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         self.calls.append("begin")
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -44,7 +46,7 @@ def bucket(number: int) -> WeightBucket:
 def test_buckets_that_wait_behind_one_in_the_sink_are_left_out_of_an_abandoned_update():
     sink = SlowSink()
     bucket_sender = BucketSender(sink, SinkThread("sink", 20.0), torch.device("cpu"), 8, None)
-    assert bucket_sender.begin(0) is None
+    assert bucket_sender.begin(full(0, {})) is None
     bucket_sender.send(bucket(0))
     bucket_sender.send(bucket(1))
     eventually(lambda: "bucket" in sink.calls)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from disks import power_may_go
+from full_updates import full
 from safetensors import safe_open
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
 from moerl.weights.bucket import WeightBucket
-from moerl.weights.disk import HASHES, INDEX, DiskSink, read_version, version_name, versions
+from moerl.weights.disk import HASHES, INDEX, DiskSink, read_buckets, version_name, versions
 from moerl.weights.plan import Bucket, Entry
 
 
@@ -35,7 +36,7 @@ SECOND = {"b": torch.randn(7).bfloat16()}
 
 def write(folder: Path, version: int = 4) -> Path:
     sink = DiskSink(folder, rank=0, senders=(0,))
-    sink.begin_update(version)
+    sink.begin_update(full(version, FIRST | SECOND))
     sink.receive(bucket_of(FIRST))
     sink.receive(bucket_of(SECOND))
     assert versions(folder) == [] or version not in versions(folder)
@@ -43,9 +44,13 @@ def write(folder: Path, version: int = 4) -> Path:
     return folder / version_name(version)
 
 
+def read(folder: Path, version: int, tensors: Mapping[str, Tensor] = FIRST | SECOND) -> dict[str, Tensor]:
+    return {name: tensor for bucket in read_buckets(folder, full(version, tensors)) for name, tensor in bucket}
+
+
 def test_a_version_is_read_back_bit_for_bit(tmp_path: Path):
     write(tmp_path)
-    found = dict(read_version(tmp_path, 4))
+    found = read(tmp_path, 4)
     assert found.keys() == FIRST.keys() | SECOND.keys()
     for name, tensor in (FIRST | SECOND).items():
         assert found[name].dtype == tensor.dtype
@@ -85,25 +90,25 @@ def test_a_version_that_was_harmed_is_refused_before_anything_is_read(
 ):
     folder = write(tmp_path)
     harm(folder / name)
-    read = []
+    found = []
     with pytest.raises(WeightSyncError, match=name if harm is not flip or name != HASHES else r"weights on disk"):
-        read.extend(read_version(tmp_path, 4))
-    assert read == []
+        found.extend(read(tmp_path, 4))
+    assert found == []
 
 
 def test_a_renamed_version_is_refused(tmp_path: Path):
     write(tmp_path).rename(tmp_path / version_name(5))
     with pytest.raises(WeightSyncError, match="version 4"):
-        list(read_version(tmp_path, 5))
+        read(tmp_path, 5)
 
 
 def test_an_update_that_was_never_ended_leaves_no_version(tmp_path: Path):
     sink = DiskSink(tmp_path, rank=0, senders=(0,))
-    sink.begin_update(4)
+    sink.begin_update(full(4, FIRST | SECOND))
     sink.receive(bucket_of(SECOND))
     assert versions(tmp_path) == []
     with pytest.raises(WeightSyncError, match=HASHES):
-        list(read_version(tmp_path, 4))
+        read(tmp_path, 4)
     again = write(tmp_path)
     assert sorted(path.name for path in again.iterdir()) == [
         HASHES,
@@ -117,27 +122,61 @@ def test_senders_write_side_by_side_and_the_first_makes_the_version(tmp_path: Pa
     sinks = [DiskSink(tmp_path, rank=rank, senders=(0, 2)) for rank in (0, 2)]
     # Left by an update of other senders that never ended.
     stray = DiskSink(tmp_path, rank=5, senders=(5,))
-    stray.begin_update(1)
+    stray.begin_update(full(1, FIRST | SECOND))
     stray.receive(bucket_of(FIRST))
     for sink, tensors in zip(sinks, (FIRST, SECOND), strict=True):
-        sink.begin_update(1)
+        sink.begin_update(full(1, FIRST | SECOND))
         sink.receive(bucket_of(tensors))
     sinks[1].end_update()
     assert versions(tmp_path) == []
     sinks[0].end_update()
-    assert dict(read_version(tmp_path, 1)).keys() == FIRST.keys() | SECOND.keys()
+    assert read(tmp_path, 1).keys() == FIRST.keys() | SECOND.keys()
     assert not list((tmp_path / version_name(1)).glob("*r005*"))
 
 
 def test_one_tensor_from_two_senders_is_refused(tmp_path: Path):
     sinks = [DiskSink(tmp_path, rank=rank, senders=(0, 2)) for rank in (0, 2)]
     for sink in sinks:
-        sink.begin_update(1)
+        sink.begin_update(full(1, FIRST | SECOND))
         sink.receive(bucket_of(SECOND))
+    sinks[0].receive(bucket_of(FIRST))
     sinks[1].end_update()
-    with pytest.raises(WeightSyncError, match="two files"):
+    with pytest.raises(WeightSyncError, match="came twice; seen: 1: 'b'"):
         sinks[0].end_update()
     assert versions(tmp_path) == []
+
+
+def test_a_version_without_a_tensor_of_its_update_is_refused(tmp_path: Path):
+    sink = DiskSink(tmp_path, rank=0, senders=(0,))
+    sink.begin_update(full(1, FIRST | SECOND))
+    sink.receive(bucket_of(SECOND))
+    with pytest.raises(WeightSyncError, match="are missing; seen: 2: 'a'; 'bias'"):
+        sink.end_update()
+    assert versions(tmp_path) == []
+
+
+@pytest.mark.parametrize("tensors", [FIRST, {"b": torch.ones(3)}, SECOND], ids=["unknown", "misshaped", "twice"])
+def test_a_bucket_with_a_tensor_that_does_not_belong_is_refused_and_so_is_the_version(
+    tensors: dict[str, Tensor], tmp_path: Path
+):
+    sink = DiskSink(tmp_path, rank=0, senders=(0,))
+    sink.begin_update(full(1, SECOND))
+    sink.receive(bucket_of(SECOND))
+    for call in (lambda: sink.receive(bucket_of(tensors)), sink.end_update):
+        with pytest.raises(WeightSyncError, match="version 1: tensor"):
+            call()
+    assert versions(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [FIRST, FIRST | SECOND | {"c": torch.ones(1)}, FIRST | {"b": torch.ones(3)}],
+    ids=["more", "less", "other"],
+)
+def test_a_reader_refuses_a_version_that_is_not_the_update_it_expects(tensors: dict[str, Tensor], tmp_path: Path):
+    write(tmp_path)
+    with pytest.raises(WeightSyncError, match="update to version 4: tensor"):
+        next(read_buckets(tmp_path, full(4, tensors)))
 
 
 def test_the_newest_two_versions_stay_and_one_can_be_written_again(tmp_path: Path):
@@ -145,10 +184,10 @@ def test_the_newest_two_versions_stay_and_one_can_be_written_again(tmp_path: Pat
         write(tmp_path, version)
     assert versions(tmp_path) == [2, 3]
     sink = DiskSink(tmp_path, rank=0, senders=(0,))
-    sink.begin_update(3)
+    sink.begin_update(full(3, FIRST))
     sink.receive(bucket_of(FIRST))
     sink.end_update()
-    assert dict(read_version(tmp_path, 3)).keys() == FIRST.keys()
+    assert read(tmp_path, 3, FIRST).keys() == FIRST.keys()
 
 
 def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_versions_of_the_steps_it_makes_again(tmp_path: Path):
@@ -156,7 +195,7 @@ def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_versions_of_the
         write(tmp_path, version)
     write(tmp_path, 6)
     assert versions(tmp_path) == [6]
-    assert dict(read_version(tmp_path, 6))
+    assert read(tmp_path, 6)
 
 
 def test_a_folder_of_another_name_is_no_version_and_stays(tmp_path: Path):
@@ -174,11 +213,11 @@ def test_a_folder_of_another_name_is_no_version_and_stays(tmp_path: Path):
 def test_a_list_of_hashes_that_is_none_is_refused(content: str, tmp_path: Path):
     (write(tmp_path) / HASHES).write_text(content)
     with pytest.raises(WeightSyncError, match=HASHES):
-        list(read_version(tmp_path, 4))
+        read(tmp_path, 4)
 
 
 def test_only_gathered_buckets_are_written(tmp_path: Path):
     sink = DiskSink(tmp_path, rank=0, senders=(0,))
-    sink.begin_update(0)
+    sink.begin_update(full(0, FIRST | SECOND))
     with pytest.raises(WeightSyncError, match="gathered bucket"):
         sink.receive(SECOND.items())

@@ -50,7 +50,7 @@ def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[st
             name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
             for name, tensor in trainer.shards().items()
         }
-        publisher.publish(shards, version)
+        publisher.publish(shards, weight_sync.update_of(plan, version))
         held[version] = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
 
     def between_steps() -> None:
@@ -68,7 +68,8 @@ def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[st
         max_running=MAX_RUNNING,
     )
     engine.between_steps = between_steps
-    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), layout.rank, engine)
+    plan = weight_sync.plan_for(trainer, path)
+    publisher = weight_sync.publisher_of(plan, layout.rank, engine)
     publish(0)
     return [record.values for record in engine.generate(requests())], held, running
 

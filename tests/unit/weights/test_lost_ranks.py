@@ -23,6 +23,7 @@ from ranks import RANK_ENV, Ranks
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription, describe
 from moerl.weights.gather import SenderGather
@@ -53,9 +54,9 @@ class Versioned(weight_sync.KeepingSink):
 
     served = -1
 
-    def begin_update(self, version: int) -> None:
-        super().begin_update(version)
-        self.version = version
+    def begin_update(self, update: WeightUpdate) -> None:
+        super().begin_update(update)
+        self.version = update.version
 
     def end_update(self) -> None:
         super().end_update()
@@ -65,7 +66,7 @@ class Versioned(weight_sync.KeepingSink):
 def attempt(publisher: Any, shards: Mapping[str, Tensor], version: int) -> str:
     """Publishes a version; returns the error of this rank, empty if the update succeeds."""
     try:
-        publisher.publish(shards, version)
+        publisher.publish(shards, weight_sync.update_of(publisher._plan, version))
     except WeightSyncError as error:
         return str(error)
     return ""
@@ -138,7 +139,7 @@ def faulty_rank(rank: int, folder: str, dims: ParallelDims, fault: str, gather: 
     sink = Versioned() if rank == 0 else None
     publisher = weight_sync.publisher_of(plan, rank, sink, Fails)
     shards = shards_of(plan, rank)
-    publisher.publish(shards, 0)
+    publisher.publish(shards, weight_sync.update_of(plan, 0))
     Fails.faulty = True
     # Who dies is noticed at once, whatever a step may take.
     seconds = 60.0 if fault == "dies" else STEP_SECONDS
@@ -190,9 +191,9 @@ class Hangs(Versioned):
         if name == self.hangs_at:
             assert self.release.wait(60)
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, update: WeightUpdate) -> None:
         self._pass("begin_update")
-        super().begin_update(version)
+        super().begin_update(update)
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         self._pass("bucket")
@@ -208,7 +209,7 @@ def hang(layout: Any, at: str) -> list[Any]:
     shards = shards_of(plan, rank)
     sink = Hangs("") if rank == 0 else None
     publisher = weight_sync.publisher_of(plan, rank, sink)
-    publisher.publish(shards, 0)
+    publisher.publish(shards, weight_sync.update_of(plan, 0))
     if sink is not None:
         sink.hangs_at = at
         publisher._thread.step_seconds = STEP_SECONDS
@@ -223,7 +224,7 @@ def hang(layout: Any, at: str) -> list[Any]:
     if sink is not None:
         publisher._thread.step_seconds = 60.0
         sink.release.set()
-    publisher.publish(shards, 3)
+    publisher.publish(shards, weight_sync.update_of(plan, 3))
     if sink is not None:
         assert sink.served == 3
         assert len(sink.threads) == 1
@@ -265,7 +266,7 @@ def die_between_buckets(layout: Any) -> tuple[str, int, int]:
     sink = Dies() if rank == 0 else None
     publisher = weight_sync.publisher_of(plan, rank, sink, step_seconds=60.0)
     buckets_before = 0
-    publisher.publish(shards, 0)
+    publisher.publish(shards, weight_sync.update_of(plan, 0))
     if sink is not None:
         buckets_before = sink.calls.count("bucket")
     message = attempt(publisher, shards, 1)
@@ -273,7 +274,7 @@ def die_between_buckets(layout: Any) -> tuple[str, int, int]:
     if sink is not None:
         assert sink.served == 0
         num_taken = sink.calls.count("bucket") - buckets_before
-    publisher.publish(shards, 2)
+    publisher.publish(shards, weight_sync.update_of(plan, 2))
     return message, num_taken, -1 if sink is None else sink.served
 
 
@@ -305,7 +306,7 @@ def slow(layout: Any, seconds: float) -> int:
     publisher = weight_sync.publisher_of(plan, rank, sink, SlowGather, seconds)
     # Processes start at different times; that is no step of an update.
     torch.distributed.barrier()
-    publisher.publish(shards, 5)
+    publisher.publish(shards, weight_sync.update_of(plan, 5))
     return -1 if sink is None else sink.served
 
 

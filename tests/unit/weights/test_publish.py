@@ -16,6 +16,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription, describe
@@ -42,7 +43,8 @@ def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]
 
 
 def publish_in(rank: int, plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, *, verify: bool = True) -> Any:
-    return weight_sync.publish_checked(weight_sync.publisher_of(plan, rank, sink), shards, 7, sink, verify=verify)
+    publisher = weight_sync.publisher_of(plan, rank, sink)
+    return weight_sync.publish_checked(publisher, shards, weight_sync.update_of(plan, 7), sink, verify=verify)
 
 
 class Held(weight_sync.KeepingSink):
@@ -60,8 +62,7 @@ class Held(weight_sync.KeepingSink):
             self.harm(self.tensors)
 
     def held_dtypes(self) -> Mapping[str, str]:
-        names = [entry.name for bucket in tiny_plan(ParallelDims()).buckets for entry in bucket.entries]
-        return dict.fromkeys(names, str(self.dtype).removeprefix("torch."))
+        return dict.fromkeys(tiny_plan(ParallelDims()).tensors(), str(self.dtype).removeprefix("torch."))
 
     def verify(self, sent: Mapping[str, int]) -> None:
         error = weight_difference("held", sent, checksums(self.tensors.items()))
@@ -128,7 +129,7 @@ def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[
             seen.append(len(asked))
             super().receive(tensors)
 
-    weight_sync.publisher_of(plan, 0, Slow(), Counting).publish(shards, 0)
+    weight_sync.publisher_of(plan, 0, Slow(), Counting).publish(shards, weight_sync.update_of(plan, 0))
     return seen, asked
 
 
@@ -239,8 +240,8 @@ def failing(layout: Any) -> list[str]:
     shards = random_shards(plan, rank)
 
     class Refusing(weight_sync.KeepingSink):
-        def begin_update(self, version: int) -> None:
-            super().begin_update(version)
+        def begin_update(self, update: WeightUpdate) -> None:
+            super().begin_update(update)
             if self.at == "begin":
                 raise OSError("no room")
 
@@ -337,12 +338,12 @@ def harm_an_engine(layout: Any, path: Path) -> list[str]:
         engine = engine_of(path, kind)
         publisher = weight_sync.publisher_of(plan, layout.rank, engine)
         with pytest.raises(WeightSyncError) as error:
-            weight_sync.publish_checked(publisher, trainer.shards(), 3, engine)
+            weight_sync.publish_checked(publisher, trainer.shards(), weight_sync.update_of(plan, 3), engine)
         assert engine.handshake().policy_version == -1
         with pytest.raises(EngineError, match=r"experts\.5\.down_proj"):
             engine.generate([])
         engine.harmed = False
-        weight_sync.publish_checked(publisher, trainer.shards(), 3, engine)
+        weight_sync.publish_checked(publisher, trainer.shards(), weight_sync.update_of(plan, 3), engine)
         assert engine.handshake().policy_version == 3
         assert list(engine.generate([])) == []
         found.append(str(error.value))
@@ -371,8 +372,8 @@ def sync_other_shapes(layout: Any, path: Path) -> tuple[str, int]:
 
 def test_an_engine_of_other_shapes_takes_nothing_and_names_them(untied: Path, one_process: Ranks):
     ((message, version),) = one_process.run(sync_other_shapes, untied)
-    assert "the sink of rank 0 failed in end_update" in message
-    assert "missing model.layers.0.mlp.experts.0.down_proj.weight" in message
+    assert "the sink of rank 0 failed in begin_update" in message
+    assert "model.layers.0.mlp.experts.0.down_proj.weight' has shape (" in message
     assert version == -1
 
 
@@ -381,12 +382,12 @@ def sync_twice(layout: Any, path: Path) -> list[bool]:
     from moerl.rollout.weight_staging import held_tensors
 
     trainer = tiny_moe.build(layout, path, optimizer=None)
-    engine = engine_of(path)
-    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), layout.rank, engine)
+    plan, engine = weight_sync.plan_for(trainer, path), engine_of(path)
+    publisher = weight_sync.publisher_of(plan, layout.rank, engine)
     held, reports = [], []
     for version, factor in ((0, 1.0), (1, 1.0), (2, 2.0)):
         shards = {name: tensor * factor for name, tensor in trainer.shards().items()}
-        reports.append(weight_sync.publish_checked(publisher, shards, version, engine))
+        reports.append(weight_sync.publish_checked(publisher, shards, weight_sync.update_of(plan, version), engine))
         assert engine.handshake().policy_version == version
         held.append({name: tensor.clone() for name, tensor in held_tensors(engine._model, engine._dtypes)})
     assert len({(report.num_tensors, report.num_bytes, report.received_bytes) for report in reports}) == 1

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conformance_cases import ENGINES, TIED, checkpoint, collect, make_requests
+from full_updates import full, send
 from waiting import is_alive
 
 from moerl.contract.ports import RolloutRequest
@@ -58,9 +59,7 @@ def long_requests(count: int, prefix: str = "long") -> list[RolloutRequest]:
 
 def send_weights(engine: BesideEngine, seed: int, version: int) -> dict[str, int]:
     tensors = {name: tensor for name, tensor in checkpoint(SUBJECT.model(seed)) if name not in TIED}
-    engine.begin_update(version)
-    engine.receive(tensors.items())
-    engine.end_update()
+    send(engine, version, tensors)
     return checksums(tensors.items())
 
 
@@ -120,7 +119,7 @@ def test_a_sender_pushes_buckets_while_responses_are_sampled_also_before_the_pro
     pushed = threading.Event()
 
     def push() -> None:
-        sink.begin_update(6)
+        sink.begin_update(full(6, tensors))
         for part in (list(tensors.items())[::2], list(tensors.items())[1::2]):
             sink.receive(part)
         pushed.set()
@@ -129,7 +128,7 @@ def test_a_sender_pushes_buckets_while_responses_are_sampled_also_before_the_pro
     thread.start()
     assert not pushed.wait(0.2)
     records = engine.generate(long_requests(8, "meanwhile"))
-    engine.begin_update(6)
+    engine.begin_update(full(6, tensors))
     thread.join(60.0)
     assert pushed.is_set()
     engine.end_update()
@@ -157,7 +156,7 @@ def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: 
 
 def test_an_incomplete_update_is_refused_and_the_old_weights_stay(engine: BesideEngine) -> None:
     send_weights(engine, 0, 8)
-    engine.begin_update(9)
+    engine.begin_update(full(9, checkpoint(SUBJECT.model(0))))
     with pytest.raises(WeightSyncError, match="missing"):
         engine.end_update()
     assert engine.handshake().policy_version == 8
@@ -193,7 +192,7 @@ def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> 
     with pytest.raises(EngineError, match=rf"process {process.pid}: killed by SIGKILL"):
         list(records)
     with pytest.raises(EngineError, match="is gone"):
-        engine.begin_update(1)
+        engine.begin_update(full(1, {}))
     engine.close()
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
+from full_updates import full
 
+from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.processes.channel import receive, send
 from moerl.rollout.beside import served
@@ -22,10 +24,10 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def begin_update(self, version: int) -> None:
-        if version == 13:
+    def begin_update(self, update: WeightUpdate) -> None:
+        if update.version == 13:
             raise MemoryError("no room")
-        self.calls.append(version)
+        self.calls.append(update.version)
 
     def receive(self, tensors: Iterable[Any]) -> None:
         self.calls.append("bucket")
@@ -73,7 +75,7 @@ def test_the_end_of_an_update_and_its_check_lie_between_the_same_two_steps(
                 send(ours, encode(following))
 
     with ours, theirs:
-        send(ours, encode(Update("begin", version=1)))  # has no answer
+        send(ours, encode(Update("begin", full(1, {}))))  # has no answer
         send(ours, encode(Update("held_dtypes")))
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
@@ -86,10 +88,10 @@ def test_the_end_of_an_update_and_its_check_lie_between_the_same_two_steps(
 def test_a_bucket_waits_for_the_begin_of_its_update(engine: Engine, update: OpenUpdate):
     thread = threading.Thread(target=update.take, args=(4, []))
     thread.start()
-    update.begin(3)
+    update.begin(full(3, {}))
     thread.join(0.2)
     assert engine.calls == [3]
-    update.begin(4)
+    update.begin(full(4, {}))
     thread.join(20.0)
     assert engine.calls == [3, 4, "bucket"]
 
@@ -99,7 +101,7 @@ def test_a_bucket_that_comes_after_its_update_is_refused(
     over: str, engine: Engine, update: OpenUpdate, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(served, "_BEGIN_SECONDS", 0.05)
-    update.begin(4)
+    update.begin(full(4, {}))
     getattr(update, over)()
     with pytest.raises(WeightSyncError, match="did not begin; seen: version 4"):
         update.take(4, [])
@@ -107,11 +109,11 @@ def test_a_bucket_that_comes_after_its_update_is_refused(
 
 
 def test_an_update_that_cannot_begin_is_the_error_of_its_buckets_and_of_its_end(engine: Engine, update: OpenUpdate):
-    update.begin(13)
+    update.begin(full(13, {}))
     for call in (lambda: update.take(13, []), update.end):
         with pytest.raises(MemoryError, match="no room"):
             call()
-    update.begin(14)
+    update.begin(full(14, {}))
     update.take(14, [])
     update.end()
     assert engine.calls == [14, "bucket", "end"]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from fleet_fake import FakeLauncher, FakeServer, Network
+from full_updates import full
 from torch import Tensor
 from waiting import eventually
 
@@ -22,7 +23,8 @@ from moerl.rollout.fleet.servers_sink import ServersSink
 FIRST = {"a": torch.zeros(2, 3)}
 SECOND = {"b": torch.ones(4), "c": torch.ones(2)}
 PARTS = (FIRST, SECOND)
-SHAPES = {name: tuple(tensor.shape) for part in PARTS for name, tensor in part.items()}
+WHOLE = FIRST | SECOND
+SHAPES = {name: tuple(tensor.shape) for name, tensor in WHOLE.items()}
 WHOLE_7 = {"a": 7.0, "b": 8.0, "c": 8.0}
 Part = Mapping[str, Tensor]
 
@@ -33,9 +35,7 @@ class FakeRanks:
     peak_rss_bytes = ()
 
     def __init__(self, network: Network) -> None:
-        self.sinks = [
-            ServersSink(SHAPES, network.channel_of_part, 1 << 20, keeps_copy=True, together=False) for _ in PARTS
-        ]
+        self.sinks = [ServersSink(network.channel_of_part, 1 << 20, keeps_copy=True, together=False) for _ in PARTS]
         self.lost: Exception | None = None
 
     def publish(
@@ -45,7 +45,7 @@ class FakeRanks:
         replies = []
         for sink, part, is_checked in zip(self.sinks, parts, checked, strict=True):
             sink.targets = targets
-            sink.begin_update(version)
+            sink.begin_update(full(version, WHOLE))
             for each in part.items():
                 sink.receive([each])
             sink.end_update()
@@ -85,7 +85,7 @@ class Led:
         with undoing(self.engine.abandon_update):
             if checked is not None:
                 self.engine.held_dtypes()
-            self.engine.begin_update(version)
+            self.engine.begin_update(full(version, WHOLE))
             replies = self.ranks.publish(version, self.senders.targets, changed, checked or (False, False))
             self.senders.published(replies)
             self.engine.end_update()
@@ -123,7 +123,7 @@ def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two: Led, server
     steps = [step for step in servers[0].steps if "join" in step or "bucket" in step]
     assert sorted(steps) == ["part bucket 0", "part bucket 0", "part bucket 1", "part join", "part join"]
     assert two.engine._updates._holders is two.senders
-    two.engine.begin_update(4)
+    two.engine.begin_update(full(4, WHOLE))
     with pytest.raises(WeightSyncError, match="a bucket in the engine's process"):
         two.engine.receive([("a", FIRST["a"])])
     two.engine.abandon_update()
@@ -139,7 +139,7 @@ def test_a_bucket_of_the_trainer_is_sent_as_it_is_and_what_is_kept_in_buckets_of
     led.send(3)
     assert sorted(step for step in servers[0].steps if "bucket" in step) == ["part bucket 0"]
     servers[0].steps.clear()
-    led.engine.begin_update(4)
+    led.engine.begin_update(full(4, WHOLE))
     led.engine.abandon_update()
     assert sorted(step for step in servers[0].steps if "bucket" in step) == [f"part bucket {n}" for n in range(3)]
 
@@ -150,7 +150,7 @@ def _publish_at_once(ranks: FakeRanks, version: int, targets: Sequence[Any], par
     del ranks.sinks[1:]
     [sink] = ranks.sinks
     sink.targets = targets
-    sink.begin_update(version)
+    sink.begin_update(full(version, WHOLE))
     sink.receive(whole.items())
     sink.end_update()
     return Reply(checksums=dict.fromkeys(whole), failed=sink.failed())
@@ -169,7 +169,7 @@ def test_a_server_that_comes_late_before_the_first_set_of_the_senders_gets_what_
     servers, engine_on, network: Network
 ):
     engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1])
-    engine.begin_update(3)
+    engine.begin_update(full(3, WHOLE))
     engine.receive([(name, tensor + 7.0) for part in PARTS for name, tensor in part.items()])
     servers[0].fail("end")
     engine.end_update()
@@ -202,7 +202,7 @@ def test_an_update_that_a_rank_breaks_off_brings_all_parts_back(two: Led, server
 
 @pytest.mark.parametrize(
     ("parts", "named"),
-    [(({}, SECOND), "'a'"), ((FIRST, {"b": SECOND["b"]}), "'c'"), ((FIRST | SECOND, SECOND), "two senders")],
+    [(({}, SECOND), "'a'"), ((FIRST, {"b": SECOND["b"]}), "'c'"), ((FIRST | SECOND, SECOND), "came twice")],
 )
 def test_parts_that_are_not_a_whole_set_are_refused_and_undone(parts, named: str, two: Led, servers):
     two.send(3, 7.0)
@@ -214,8 +214,8 @@ def test_parts_that_are_not_a_whole_set_are_refused_and_undone(parts, named: str
 
 def test_a_bucket_that_comes_after_an_update_was_given_up_is_not_sent(two: Led, servers):
     two.send(3, 7.0)
-    two.engine.begin_update(4)
-    two.ranks.sinks[1].begin_update(4)
+    two.engine.begin_update(full(4, WHOLE))
+    two.ranks.sinks[1].begin_update(full(4, WHOLE))
     two.engine.abandon_update()
     with pytest.raises(WeightSyncError, match="none is open"):
         two.ranks.sinks[1].receive([("b", SECOND["b"] + 50.0)])
@@ -236,10 +236,10 @@ def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once
 ):
     two.send(3, 7.0)
     servers[0].fail("part bucket 0")
-    two.engine.begin_update(4)
+    two.engine.begin_update(full(4, WHOLE))
     sink = two.ranks.sinks[1]
     sink.targets = two.senders.targets
-    sink.begin_update(4)
+    sink.begin_update(full(4, WHOLE))
     sink.receive([("b", SECOND["b"])])
     servers[0].before.clear()
     two.engine.abandon_update()
@@ -256,8 +256,8 @@ def test_a_part_of_another_version_is_never_sent_to_a_late_server(two: Led):
 
 
 def test_a_tensor_that_the_model_does_not_have_is_refused_at_its_sender(two: Led):
-    two.engine.begin_update(3)
-    two.ranks.sinks[1].begin_update(3)
+    two.engine.begin_update(full(3, WHOLE))
+    two.ranks.sinks[1].begin_update(full(3, WHOLE))
     with pytest.raises(WeightSyncError, match="'x'"):
         two.ranks.sinks[1].receive([("x", torch.ones(1))])
 

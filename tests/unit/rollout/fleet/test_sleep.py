@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import full_updates
 import pytest
 import torch
 from fleet_fake import FakeLauncher, FakeServer, make_requests
@@ -22,9 +23,7 @@ def engine_on(engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngin
 
 
 def send(engine: FleetEngine, version: int) -> None:
-    engine.begin_update(version)
-    engine.receive([("a", TENSOR + version)])
-    engine.end_update()
+    full_updates.send(engine, version, {"a": TENSOR + version})
 
 
 def engines(engine: FleetEngine) -> set[str]:
@@ -81,7 +80,7 @@ def test_an_update_that_is_broken_off_wakes_servers_with_what_they_held(
     engine = engine_on(servers[0])
     send(engine, 3)
     engine.sleep()
-    engine.begin_update(4)
+    engine.begin_update(full_updates.full(4, {"a": TENSOR}))
     engine.abandon_update()
     assert engines(engine) == {"e-0"}
     assert (servers[0].weight_version, float(servers[0].held["a"][0, 0])) == (3, 3.0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import full_updates
 import pytest
 import torch
 from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests, reply
@@ -32,7 +33,7 @@ def engine_on(engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngin
 
 def send(engine: FleetEngine, version: int, value: float = 0.0) -> None:
     """In two buckets."""
-    engine.begin_update(version)
+    engine.begin_update(full_updates.full(version, TENSORS))
     for name, tensor in TENSORS.items():
         engine.receive([(name, tensor + value)])
     engine.end_update()
@@ -110,7 +111,7 @@ def test_an_update_waits_for_a_server_that_is_being_brought_up_and_then_includes
 def test_an_abandoned_update_is_undone_and_sampling_goes_on(interrupt: Interrupt, servers, engine_on):
     engine = engine_on(servers[0], servers[1], version=-1, interrupt=interrupt)
     send(engine, 3, 1.0)
-    engine.begin_update(4)
+    engine.begin_update(full_updates.full(4, TENSORS))
     engine.receive([("a", TENSORS["a"] + 9.0)])
     engine.abandon_update()
     assert (value(servers[0]), value(servers[1])) == (1.0, 1.0)
@@ -129,7 +130,7 @@ def test_a_sender_may_leave_after_the_engine_was_closed(servers, engine_on):
 def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
     engine = engine_on(servers[0], version=-1)
     send(engine, 3)
-    engine.begin_update(3)
+    engine.begin_update(full_updates.full(3, TENSORS))
     done: list[set[str]] = []
     call = threading.Thread(target=lambda: done.append(answers(engine)))
     call.start()
@@ -290,15 +291,21 @@ def test_a_tensor_without_a_checksum_is_refused(servers, engine_on):
 
 def test_buckets_of_the_trainer_are_sent_as_they_come_and_larger_ones_in_pieces(servers, engine_on):
     engine = engine_on(servers[0], version=-1, bucket_bytes=40)  # a and b take 24 and 16 bytes
-    engine.begin_update(3)
-    engine.receive(list(TENSORS.items()))
-    engine.end_update()
+    full_updates.send(engine, 3, TENSORS)
     assert [step for step in servers[0].steps if "bucket" in step] == ["bucket 0"]
     small = engine_on(servers[1], version=-1, bucket_bytes=39)
-    small.begin_update(3)
-    small.receive(list(TENSORS.items()))
-    small.end_update()
+    full_updates.send(small, 3, TENSORS)
     assert [step for step in servers[1].steps if "bucket" in step] == ["bucket 0", "bucket 1"]
+
+
+def test_an_update_with_another_list_is_refused_before_servers_know_of_it(servers, engine_on):
+    engine = engine_on(servers[0], version=-1)
+    send(engine, 3)
+    servers[0].steps.clear()
+    with pytest.raises(WeightSyncError, match=r"version 4, kind full.*seen: 1: missing 'b'"):
+        engine.begin_update(full_updates.full(4, {"a": TENSORS["a"]}))
+    assert servers[0].steps == []
+    assert answers(engine) == {"e-0"}
 
 
 @pytest.fixture
@@ -352,7 +359,7 @@ def test_a_broken_off_update_that_was_to_be_checked_leaves_the_next_one_alone(ch
     send(checked, 4)
     assert samples(servers[0], servers[1]) == [True, True]
     checked.held_dtypes()
-    checked.begin_update(5)
+    checked.begin_update(full_updates.full(5, TENSORS))
     checked.abandon_update()
     send(checked, 6)
     assert samples(servers[0], servers[1]) == [True, True]
