@@ -86,6 +86,10 @@ class EngineError(MoerlError):
     """Request that a rollout engine refused or failed."""
 
 
+class RequestRefusedError(EngineError):
+    """Request that no engine of this model can carry out; other requests are not affected."""
+
+
 class EpisodeError(MoerlError):
     """Call of a session that its state does not allow, or an episode that its environment did not end."""
 

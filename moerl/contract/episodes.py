@@ -6,9 +6,13 @@ environment writes between them. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from moerl.contract.ports import Prompt, Task
@@ -91,10 +95,11 @@ class Session(Protocol):
         ...
 
     def open(self, text: str, agent_id: str = "") -> Session:
-        """Returns a session with a prompt of its own, for example of a sub-agent or an opponent.
+        """Returns a session with a prompt of its own, for example of a sub-agent or an opponent. It may get as long as
+        the session of the episode's prompt.
 
         Raises:
-            EpisodeError: the text has no token.
+            EpisodeError: the text has no token, or leaves no room to sample.
         """
         ...
 
@@ -109,7 +114,7 @@ class EpisodeTask(Task, Protocol):
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Plays one episode, and returns its named rewards, as `reward` does. An episode that raises is refused.
 
-        Episodes share one thread: code that waits must be awaited (`asyncio.to_thread`).
+        Episodes share one thread: code that blocks must be awaited (`in_thread`).
 
         session: starts with the tokens of the prompt.
         """
@@ -120,3 +125,23 @@ class EpisodeTask(Task, Protocol):
         unused: Future[dict[str, float]] = Future()
         unused.cancel()
         return unused
+
+
+async def in_thread[T](call: Callable[[], T]) -> T:
+    """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
+    `asyncio.to_thread`, a call that hangs neither takes the place of others nor keeps the process from its end."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            finish = partial(result.set_result, call())
+        except Exception as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
+            finish = partial(result.set_exception, error)
+        except BaseException as error:  # noqa: BLE001 - nor may it end the loop
+            finish = partial(result.set_exception, RuntimeError(repr(error)))
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: None if result.done() else finish())
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await result

@@ -112,8 +112,8 @@ class RolloutEngine(Protocol):
 class RolloutStream(Protocol):
     """Requests that are sampled together though they come one after another; an iterator over lists of records.
 
-    One thread iterates it, and may have to: an engine in the same process samples there. Each request yields one record
-    at most, as of `RolloutEngine.generate`.
+    One thread iterates it, and may have to: an engine in the same process samples there. Each request yields one
+    record; that of a rollout aborted before its first token has the refusal `nothing_sampled`.
     """
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -149,14 +149,16 @@ class Quarantine:
     def refuse_episode(
         self, episode_id: str, records: Sequence[RolloutRecord], error: ContractError, *, trainer_version: int
     ) -> None:
-        """Keeps aside all records of an episode, for one reason. One without a record counts as one.
+        """Keeps aside all records of an episode, for one reason. However many there are, it counts as one.
 
         Raises:
             ContractError: `quarantine_rate_exceeded`; the records are on disk by then.
         """
         with self._lock:
-            for record in records or [RolloutRecord(episode_id, "", -1, {})]:
-                self._keep_record(record, error, trainer_version)
+            for number, record in enumerate(records or [RolloutRecord(episode_id, "", -1, {})]):
+                self._keep_record(record, error, trainer_version, counts=number == 0)
+                if type(record.rollout_id) is str and record.rollout_id != episode_id:
+                    self._refusals.pop(record.rollout_id, None)  # nobody asks for that of a session
             self._refusals[episode_id] = _refusal(error)
             self._judge_rate()
 
@@ -242,21 +244,28 @@ class Quarantine:
 
     def _check(self, record: RolloutRecord, trainer_version: int) -> Trajectory:
         _check_field_names(record.values)
-        self._check_identity(record)
+        _check_identity(record)
+        self._check_expected(record.rollout_id)
+        return self._checked(record, trainer_version)
+
+    def read(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory:
+        """Returns a record as a checked trajectory, without admitting it: an answer to a turn of an episode.
+
+        Raises:
+            ContractError: it breaks the contract.
+        """
+        _check_field_names(record.values)
+        _check_identity(record)
+        return self._checked(record, trainer_version)
+
+    def _checked(self, record: RolloutRecord, trainer_version: int) -> Trajectory:
         trajectory = Trajectory(**record.values)
         if self.spec is not None:
             check_spec_agrees(trajectory.spec, self.spec)
         check_versions(trajectory, trainer_version)
         return trajectory
 
-    def _check_identity(self, record: RolloutRecord) -> None:
-        rollout_id, lineage = record.rollout_id, record.values["lineage"]
-        demand_type(rollout_id, str, "rollout_id")
-        seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
-        if type(seen) is not str or seen != rollout_id:
-            raise ContractError(
-                Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
-            )
+    def _check_expected(self, rollout_id: str) -> None:
         if rollout_id in self._admitted:
             raise _duplicate(rollout_id)
         if rollout_id not in self._expected:
@@ -267,7 +276,9 @@ class Quarantine:
                 expected="the id of a rollout that was requested",
             )
 
-    def _keep_record(self, record: RolloutRecord, error: ContractError, trainer_version: int) -> None:
+    def _keep_record(
+        self, record: RolloutRecord, error: ContractError, trainer_version: int, *, counts: bool = True
+    ) -> None:
         facts: dict[str, Any] = {
             "rollout_id": record.rollout_id,
             "engine_id": record.engine_id,
@@ -276,13 +287,15 @@ class Quarantine:
         }
         content = to_plain(record.values)
         facts["incomplete"] = content.incomplete
-        self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
+        self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value), counts=counts)
         # An id may be any object, also one that takes for ever to write out.
         if type(record.rollout_id) is str:
             self._refusals[record.rollout_id] = _refusal(error)
 
-    def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
-        """Writes a refused record, then counts it."""
+    def _keep(
+        self, error: ContractError, facts: dict[str, Any], name: str, content: bytes, *, counts: bool = True
+    ) -> None:
+        """Writes a refused record, then counts it if it `counts`."""
         identity = {fact: _json(facts[fact]) for fact in _IDENTITY}
         why = {
             **facts,
@@ -297,7 +310,7 @@ class Quarantine:
         contents = {"record.json": json.dumps(why, indent=2, allow_nan=False).encode(), name: content}
         with writing(self.folder):
             write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
-        self.counts[str(error.reason)] += 1
+        self.counts[str(error.reason)] += int(counts)
         self.first_refusal = self.first_refusal or f"{error.reason} in {error.field}, {error.seen}"
 
     def _judge_rate(self) -> None:
@@ -310,6 +323,16 @@ class Quarantine:
                 expected=f"a rate of at most {self.max_rate}",
                 remedy=f"inspect {self.folder}: the cause is an engine, a version mismatch or a failing reward",
             )
+
+
+def _check_identity(record: RolloutRecord) -> None:
+    rollout_id, lineage = record.rollout_id, record.values["lineage"]
+    demand_type(rollout_id, str, "rollout_id")
+    seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
+    if type(seen) is not str or seen != rollout_id:
+        raise ContractError(
+            Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
+        )
 
 
 def _refusal(error: ContractError) -> Refusal:

@@ -2,66 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.reasons import Reason
-from moerl.contract.trajectory import KeptSets, Lineage, Trajectory, Turn, TurnKind
+from moerl.contract.trajectory import FinishReason, KeptSets, Lineage, ModelSpec, Trajectory, Turn, TurnKind
 from moerl.errors import ContractError
 
 _PER_TOKEN = ("token_ids", "sampled", "rollout_logprobs", "kept_logmass", "policy_versions", "truncated")
+_PER_ROW = ("expert_ids", "routed")
 
 
-def join(turns: Sequence[Trajectory], lineage: Lineage) -> dict[str, Any]:
-    """Returns the `Trajectory` fields of a session: of each turn, the tokens that are new with it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """New part of a session that came with one turn: an observation, or the prompt, and what was sampled behind it."""
 
-    Rows of inputs before that are not looked at: a turn need not bring them (`RolloutRequest.known_rows`).
-    Tokens that a turn has behind those of the turn before, and did not sample, are an observation. The experts of a
-    token are those of the first turn in which it was an input: the last sampled token of a turn is one in the next
-    turn. Timings are summed up.
+    arrays: Mapping[str, NDArray[Any]]
+    """Fields of a trajectory by name: of the new tokens, and of the inputs that are new with them."""
+    kept_sizes: NDArray[np.int64]
+    """int64 [new tokens]; 0 if nothing was cut."""
+    kept_ids: NDArray[np.int32]
+    """int32 [sum of `kept_sizes`]."""
+    turns: tuple[Turn, ...]
+    """Spans of the new tokens, by their places in the session."""
+    spec: ModelSpec
+    """Model facts of the answer."""
+    finish_reason: FinishReason
+    """Reason for which the turn ended."""
+    engine_id: str
+    """Engine or server that sampled it."""
+    attempt: int
+    """Attempts before the one that was answered."""
+    timings: Mapping[str, float]
+    """Seconds by stage."""
+
+    @classmethod
+    def of(cls, turn: Trajectory, before: int) -> Piece:
+        """Copies the new part of an answer that `check_answer` has passed.
+
+        The experts of a token are those of the first turn in which it was an input: the last sampled token of a turn is
+        one in the next turn. Rows of inputs before that are left out: an answer need not bring them
+        (`RolloutRequest.known_rows`).
+
+        Args:
+            before: tokens of the session up to the last sampled one; 0 for the first turn.
+        """
+        context, sampled = turn.turns
+        kind = TurnKind.OBSERVATION if before else TurnKind.PROMPT
+        spans = (Turn(before, context.end, kind), sampled) if before < context.end else (sampled,)
+        return cls(
+            arrays={
+                **{name: getattr(turn, name)[before:].copy() for name in _PER_TOKEN},
+                **{name: getattr(turn, name)[max(before - 1, 0) :].copy() for name in _PER_ROW},
+            },
+            kept_sizes=turn.kept.sizes[before:].copy(),
+            kept_ids=turn.kept.ids[turn.kept.offsets[before] :].copy(),
+            turns=spans,
+            spec=turn.spec,
+            finish_reason=turn.finish_reason,
+            engine_id=turn.engine_id,
+            attempt=turn.attempt,
+            timings=turn.timings,
+        )
+
+    @property
+    def end(self) -> int:
+        """Tokens of the session up to the last one sampled in this turn."""
+        return self.turns[-1].end
+
+
+def join(pieces: Sequence[Piece], lineage: Lineage) -> dict[str, Any]:
+    """Returns the `Trajectory` fields of a session. Timings are summed up.
 
     Args:
-        turns: at least one, each checked by `check_answer`; the tokens sent for a turn begin with those of the turn
-            before.
+        pieces: at least one, in order.
 
     Raises:
         ContractError: two turns are of different models.
     """
-    parts: dict[str, list[Any]] = {name: [] for name in (*_PER_TOKEN, "expert_ids", "routed", "sizes", "ids")}
-    spans: list[Turn] = []
-    timings: dict[str, float] = {}
-    before = 0
-    for number, turn in enumerate(turns):
-        if turn.spec != turns[0].spec:
-            raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=turn.spec, expected=turns[0].spec)
-        for name in _PER_TOKEN:
-            parts[name].append(getattr(turn, name)[before:])
-        rows = slice(max(before - 1, 0), None)
-        parts["expert_ids"].append(turn.expert_ids[rows])
-        parts["routed"].append(turn.routed[rows])
-        parts["sizes"].append(turn.kept.sizes[before:])
-        parts["ids"].append(turn.kept.ids[turn.kept.offsets[before] :])
-        context, sampled = turn.turns
-        if before < context.end:
-            kind = TurnKind.OBSERVATION if number else TurnKind.PROMPT
-            spans.append(Turn(before, context.end, kind))
-        spans.append(sampled)
-        for name, seconds in turn.timings.items():
+    spec, timings = pieces[0].spec, dict[str, float]()
+    for piece in pieces:
+        if piece.spec != spec:
+            raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=piece.spec, expected=spec)
+        for name, seconds in piece.timings.items():
             timings[name] = timings.get(name, 0.0) + seconds
-        before = len(turn)
-    sizes = np.concatenate(parts.pop("sizes"))
-    kept = KeptSets(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), np.concatenate(parts.pop("ids")))
+    sizes = np.concatenate([piece.kept_sizes for piece in pieces])
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
     return {
-        **{name: np.concatenate(arrays) for name, arrays in parts.items()},
-        "spec": turns[0].spec,
+        **{name: np.concatenate([piece.arrays[name] for piece in pieces]) for name in (*_PER_TOKEN, *_PER_ROW)},
+        "spec": spec,
         "lineage": lineage,
-        "turns": tuple(spans),
-        "kept": kept,
-        "finish_reason": turns[-1].finish_reason,
-        "engine_id": turns[-1].engine_id,
-        "attempt": sum(turn.attempt for turn in turns),
+        "turns": tuple(turn for piece in pieces for turn in piece.turns),
+        "kept": KeptSets(offsets, np.concatenate([piece.kept_ids for piece in pieces])),
+        "finish_reason": pieces[-1].finish_reason,
+        "engine_id": pieces[-1].engine_id,
+        "attempt": sum(piece.attempt for piece in pieces),
         "timings": timings,
     }
 

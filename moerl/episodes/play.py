@@ -4,8 +4,9 @@
     episodes           an event loop with one coroutine per episode, which runs the environment
 
 The caller waits for the stream, and an episode that ends wakes it. An episode waits for its answers as long as the
-engine samples, and for its environment `turn_seconds` at most; then it is refused. An error of the stream is raised to
-the caller. If the caller stops, the coroutines are cancelled and the stream is closed.
+engine samples, and for its environment `turn_seconds` at most; then it is refused. Whatever an environment raises, its
+episode ends. An error of the engine is raised to the caller. If the caller stops, the coroutines are cancelled and the
+stream is closed; an environment that holds on to the loop is left behind, and its thread ends with the process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from moerl.contract.demands import shown
-from moerl.contract.episodes import Message, Session
+from moerl.contract.episodes import Message, Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
+from moerl.episodes.join import check_answer
 from moerl.episodes.session import TokenSession, Voice
-from moerl.errors import ContractError, MoerlError, RewardError, closing
+from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 
 _CANCEL_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
@@ -51,10 +54,12 @@ class PlayedEpisode:
     rollout_id: str
     """Id of the episode."""
     records: tuple[RolloutRecord, ...] = ()
-    """One record per session in which something was sampled, with its rewards; with an error, those that could be
-    made, without."""
+    """One record per session in which something was sampled, with its rewards; with an error, the answer that broke
+    the contract, if one did, and the sessions without rewards."""
     error: ContractError | None = None
     """Reason for which the episode is refused; None if it is whole."""
+    failed_reward: str | None = None
+    """Name of the reward that failed, may be empty; None if none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def play(
     Raises:
         EngineError: of the stream.
     """
-    with closing(stream), closing(_Stage(stream, texts, turn_seconds, len(episodes))) as stage:
+    with closing(stream), closing(_Stage(stream, texts, turn_seconds)) as stage:
         stage.begin(episodes)
         for records in stream:
             for record in records:
@@ -91,129 +96,12 @@ def play(
         yield from stage.ended()
 
 
-class _Stage:
-    """Episodes that are being played, and their event loop."""
+class _BrokenAnswerError(Exception):
+    """Answer to a turn that breaks the contract."""
 
-    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float, num_episodes: int) -> None:
-        self._stream, self._texts, self._turn_seconds = stream, texts, turn_seconds
-        self._num_open = num_episodes
-        self._ended: queue.SimpleQueue[PlayedEpisode] = queue.SimpleQueue()
-        # Of the loop alone: what each request that is under way resolves.
-        self._asked: dict[str, asyncio.Future[Trajectory]] = {}
-        # Requests that an environment stopped waiting for.
-        self._left: set[object] = set()
-        self._is_closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
-
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Starts all episodes; returns once each has asked for its first turn, or waits for its environment."""
-        asyncio.run_coroutine_threadsafe(self._begin(episodes), self._loop).result()
-
-    def deliver(self, record: RolloutRecord, check: Check) -> None:
-        """Checks an answer and hands it to the episode that waits for it."""
-        try:
-            answer: Trajectory | ContractError = check(record)
-        except ContractError as error:
-            answer = error
-        self._loop.call_soon_threadsafe(self._resolve, record, answer)
-
-    def ended(self) -> Iterator[PlayedEpisode]:
-        """Yields the episodes that have ended since the last call."""
-        while True:
-            try:
-                yield self._ended.get_nowait()
-            except queue.Empty:
-                return
-
-    def close(self) -> None:
-        """Cancels what is left and ends the loop. An environment that holds on to the loop is left behind: its thread
-        ends with the process."""
-        self._loop.call_soon_threadsafe(self._cancel)
-        self._thread.join(_CANCEL_SECONDS)
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        else:
-            self._loop.close()
-
-    # --- in the event loop -------------------------------------------------------------------------------------------
-
-    async def _begin(self, episodes: Sequence[Episode]) -> None:
-        if not episodes:
-            self._stream.end()
-        for episode in episodes:
-            task = self._loop.create_task(self._run(episode))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        await asyncio.sleep(0)
-
-    def _cancel(self) -> None:
-        self._is_closing = True
-        for task in self._tasks:
-            task.cancel()
-        self._stop_when_idle()
-
-    def _stop_when_idle(self) -> None:
-        if self._tasks:
-            self._loop.call_later(_POLL_SECONDS, self._stop_when_idle)
-        else:
-            self._loop.stop()
-
-    async def _ask(self, request: RolloutRequest) -> Trajectory:
-        name = request.lineage.rollout_id
-        self._asked[name] = answer = self._loop.create_future()
-        try:
-            self._stream.submit([request])
-            return await answer
-        finally:
-            del self._asked[name]
-            if not answer.done() or answer.cancelled():
-                self._left.add(name)
-
-    async def _render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
-        return await asyncio.to_thread(self._texts.render, messages, tools, ask)
-
-    def _resolve(self, record: RolloutRecord, answer: Trajectory | ContractError) -> None:
-        name: object = record.rollout_id
-        waiting = self._asked.get(name) if type(name) is str else None
-        if waiting is None or waiting.done():
-            if type(name) is not str or name not in self._left:
-                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), _unrequested(name)))
-            return
-        if isinstance(answer, ContractError):
-            waiting.set_exception(answer)
-        else:
-            waiting.set_result(answer)
-
-    async def _run(self, episode: Episode) -> None:
-        """Plays one episode to its end, of whatever kind."""
-        family: list[TokenSession] = []
-        rewards: list[dict[str, float]] = []
-        error: ContractError | None = None
-        limit = asyncio.timeout(self._turn_seconds)
-        patience = Patience(limit, self._turn_seconds)
-        voice = Voice(self._ask, self._texts.encode, self._texts.decode, self._render, patience.waiting)
-        try:
-            async with limit:
-                named = await episode.play(TokenSession(episode.request, voice, family, episode.prefix))
-            rewards = [_checked_rewards({**named, **session.rewards}) for session in family if session.turns]
-            error = None if rewards else _failed("no token was sampled")
-        except ContractError as broken:
-            error = broken
-        except asyncio.CancelledError:
-            if self._is_closing:
-                raise
-            error = _failed("the environment cancelled its own episode")
-        except (Exception, SystemExit) as problem:  # noqa: BLE001 - code of users: refused with what it raised
-            error = _failed(f"no request for {self._turn_seconds:g} s" if limit.expired() else problem)
-        self._ended.put(_played(episode.request.lineage.rollout_id, family, rewards, error))
-        self._num_open -= 1
-        if self._num_open:
-            self._stream.submit(())
-        else:
-            self._stream.end()
+    def __init__(self, record: RolloutRecord, error: ContractError) -> None:
+        super().__init__(str(error))
+        self.record, self.error = record, error
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +118,8 @@ class Patience:
     @contextmanager
     def waiting(self) -> Generator[None]:
         self.num_waiting += 1
-        self.limit.reschedule(None)
+        if not self.limit.expired():
+            self.limit.reschedule(None)
         try:
             yield
         finally:
@@ -239,22 +128,199 @@ class Patience:
                 self.limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
 
 
-def _played(
-    rollout_id: str, family: Sequence[TokenSession], rewards: Sequence[dict[str, float]], error: ContractError | None
-) -> PlayedEpisode:
-    """Returns the end of an episode with the records of its sessions. rewards: of each of them, unless there is an
-    error."""
-    records: list[RolloutRecord] = []
-    try:
-        for number, session in enumerate(session for session in family if session.turns):
-            values = session.record()
-            if error is None:
-                values["rewards"] = rewards[number]
-            version = int(values["policy_versions"].max())
-            records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
-    except ContractError as broken:
-        error = error or broken
-    return PlayedEpisode(rollout_id, tuple(records), error)
+class _Play:
+    """One episode that is being played. Belongs to the event loop."""
+
+    def __init__(self, stage: _Stage, episode: Episode) -> None:
+        self._stage, self._episode = stage, episode
+        self._family: list[TokenSession] = []
+        self._broken: _BrokenAnswerError | None = None
+
+    async def run(self) -> PlayedEpisode:
+        """Plays it to its end, of whatever kind."""
+        texts, seconds = self._stage.texts, self._stage.turn_seconds
+        limit = asyncio.timeout(seconds)
+        voice = Voice(self._ask, texts.encode, texts.decode, self._render, Patience(limit, seconds).waiting)
+        rewards: list[dict[str, float]] = []
+        error, failed_reward = None, None
+        try:
+            async with limit:
+                root = TokenSession(self._episode.request, voice, self._family, self._episode.prefix)
+                named = await self._episode.play(root)
+            # Also if the environment has caught the error of its own limit.
+            error = _failed(f"no request for {seconds:g} s") if limit.expired() else None
+            rewards = [_checked_rewards({**named, **each.rewards}) for each in self._family if each.turns]
+        except ContractError as broken:
+            error = broken
+        except RewardError as failed:
+            failed_reward = failed.reward
+            why = ": ".join(filter(None, (failed.what, failed.seen)))
+            error = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
+        except BaseException as problem:
+            if self._stage.is_closing:
+                raise
+            error = _failed(f"no request for {seconds:g} s" if limit.expired() else _text(problem))
+        if error is None and not rewards:
+            error = _failed("no token was sampled")
+        return self._played(rewards, error, failed_reward)
+
+    async def _ask(self, request: RolloutRequest) -> Trajectory:
+        try:
+            record, turn = await self._stage.ask(request)
+            try:
+                check_answer(turn, request.prompt_ids)
+            except ContractError as error:
+                raise _BrokenAnswerError(record, error) from error
+        except _BrokenAnswerError as broken:
+            # The episode is refused, whatever the environment makes of the error.
+            self._broken = self._broken or broken
+            raise broken.error from None
+        return turn
+
+    async def _render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+        return await in_thread(lambda: self._stage.texts.render(messages, tools, ask))
+
+    def _played(
+        self, rewards: Sequence[dict[str, float]], error: ContractError | None, failed_reward: str | None
+    ) -> PlayedEpisode:
+        """Returns the end of the episode. rewards: of each session with a turn, unless there is an error."""
+        records: list[RolloutRecord] = []
+        if self._broken is not None:
+            error = self._broken.error
+            records.append(self._broken.record)
+        try:
+            for number, session in enumerate(each for each in self._family if each.turns):
+                values = session.record()
+                if error is None:
+                    values["rewards"] = rewards[number]
+                version = int(values["policy_versions"].max())
+                records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
+        except ContractError as broken:
+            error = error or broken
+        return PlayedEpisode(self._episode.request.lineage.rollout_id, tuple(records), error, failed_reward)
+
+
+class _Stage:
+    """Episodes that are being played, and their event loop."""
+
+    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float) -> None:
+        self.texts, self.turn_seconds = texts, turn_seconds
+        self.is_closing = False
+        self._stream = stream
+        self._ended: queue.SimpleQueue[PlayedEpisode | Exception] = queue.SimpleQueue()
+        # Of the loop alone: what each request that is under way resolves, and those that nobody waits for any more.
+        self._asked: dict[str, asyncio.Future[tuple[RolloutRecord, Trajectory]]] = {}
+        self._left: set[str] = set()
+        self._tasks: set[asyncio.Task[PlayedEpisode]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
+        self._thread.start()
+
+    def begin(self, episodes: Sequence[Episode]) -> None:
+        """Starts all episodes, from the loop."""
+        self._loop.call_soon_threadsafe(self._begin, episodes)
+
+    def deliver(self, record: RolloutRecord, check: Check) -> None:
+        """Checks an answer and hands it to the episode that waits for it."""
+        try:
+            answer: Trajectory | ContractError = check(record)
+        except ContractError as error:
+            answer = error
+        self._loop.call_soon_threadsafe(self._resolve, record, answer)
+
+    def ended(self) -> Iterator[PlayedEpisode]:
+        """Yields the episodes that have ended since the last call. Raises an error of the engine."""
+        while True:
+            try:
+                found = self._ended.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def close(self) -> None:
+        """Cancels what is left and ends the loop."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        self._thread.join(_CANCEL_SECONDS)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        else:
+            self._loop.close()
+
+    # --- in the event loop -------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                # A task of an environment raised it; whoever awaits that task gets it, too.
+                continue
+
+    def _begin(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            task = self._loop.create_task(_Play(self, episode).run())
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._take, episode))
+        if not episodes:
+            self._stream.end()
+
+    def _take(self, episode: Episode, task: asyncio.Task[PlayedEpisode]) -> None:
+        """Takes the end of an episode."""
+        self._tasks.discard(task)
+        if self.is_closing:
+            return
+        problem = asyncio.CancelledError() if task.cancelled() else task.exception()
+        name = episode.request.lineage.rollout_id
+        self._ended.put(task.result() if problem is None else PlayedEpisode(name, error=_failed(_text(problem))))
+        if self._tasks:
+            self._stream.submit(())
+        else:
+            self._stream.end()
+
+    def _cancel(self) -> None:
+        self.is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        self._stop_when_idle()
+
+    def _stop_when_idle(self) -> None:
+        if self._tasks:
+            self._loop.call_later(_POLL_SECONDS, self._stop_when_idle)
+        else:
+            self._loop.stop()
+
+    async def ask(self, request: RolloutRequest) -> tuple[RolloutRecord, Trajectory]:
+        """Returns the answer to a request. Raises `_BrokenAnswerError` if it breaks the contract."""
+        name = request.lineage.rollout_id
+        self._asked[name] = answer = self._loop.create_future()
+        try:
+            self._stream.submit([request])
+            return await answer
+        except RequestRefusedError:
+            raise
+        except EngineError as error:
+            # Not of this request: the caller raises it.
+            self._ended.put(error)
+            self._stream.submit(())
+            raise
+        finally:
+            del self._asked[name]
+            if not answer.done() or answer.cancelled():
+                self._left.add(name)
+
+    def _resolve(self, record: RolloutRecord, answer: Trajectory | ContractError) -> None:
+        name: object = record.rollout_id
+        waiting = self._asked.get(name) if type(name) is str else None
+        if waiting is None or waiting.done():
+            if type(name) is not str or name not in self._left:
+                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), _unrequested(name)))
+        elif isinstance(answer, ContractError):
+            waiting.set_exception(_BrokenAnswerError(record, answer))
+        else:
+            waiting.set_result((record, answer))
 
 
 def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
@@ -266,16 +332,24 @@ def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
     return rewards
 
 
-def _failed(problem: Exception | SystemExit | str) -> ContractError:
-    if isinstance(problem, RewardError):
-        seen, reason = ": ".join(filter(None, (problem.what, problem.seen))), Reason.REWARD_FAILED
-    else:
-        text = str(problem) if isinstance(problem, (str, MoerlError)) else f"{type(problem).__name__}: {problem}"
-        seen, reason = text, Reason.EPISODE_FAILED
-    remedy = "correct the environment, or raise its turn_seconds"
+def _failed(seen: str) -> ContractError:
     return ContractError(
-        reason, field="episode", seen=seen, expected="an episode that ends with rewards", remedy=remedy
+        Reason.EPISODE_FAILED,
+        field="episode",
+        seen=seen,
+        expected="an episode that ends with rewards",
+        remedy="correct the environment, or raise its turn_seconds",
     )
+
+
+def _text(problem: BaseException) -> str:
+    """Returns what an environment raised, also if it cannot say so itself."""
+    if isinstance(problem, asyncio.CancelledError):
+        return "the environment cancelled its own episode"
+    try:
+        return str(problem) if isinstance(problem, MoerlError) else f"{type(problem).__name__}: {problem}"
+    except Exception:  # noqa: BLE001 - code of users
+        return type(problem).__name__
 
 
 def _unrequested(name: object) -> ContractError:

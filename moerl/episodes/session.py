@@ -14,7 +14,7 @@ from moerl.contract.episodes import Message, SampledTurn
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
-from moerl.episodes.join import check_answer, join
+from moerl.episodes.join import Piece, join
 from moerl.errors import EpisodeError
 
 
@@ -23,7 +23,8 @@ class Voice:
     """Way of a session to the engine and the tokenizer."""
 
     ask: Callable[[RolloutRequest], Awaitable[Trajectory]]
-    """Samples one turn; raises `ContractError` if its answer breaks the contract."""
+    """Samples one turn behind exactly the tokens that are sent; raises `ContractError` if its answer breaks the
+    contract."""
     encode: Callable[[str], list[int]]
     """Returns the ids of a text, without special tokens."""
     decode: Callable[[Sequence[int]], str]
@@ -48,8 +49,8 @@ class TokenSession:
     """Text at the end of the prompt that counts as the start of the first turn."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Rewards as in `Session`."""
-    turns: list[Trajectory] = field(default_factory=list[Trajectory])
-    """Checked answers so far."""
+    turns: list[Piece] = field(default_factory=list[Piece])
+    """New parts of the answers so far."""
     _ids: list[int] = field(default_factory=list[int])
     _num_asked: int = 0
     _is_asking: bool = False
@@ -88,7 +89,7 @@ class TokenSession:
             lineage=replace(self.request.lineage, rollout_id=turn_id),
             prompt_ids=tuple(self._ids),
             max_new_tokens=min(self.num_left, max_tokens or self.num_left),
-            known_rows=len(self.turns[-1]) - 1 if self.turns else 0,
+            known_rows=max(self._end - 1, 0),
         )
         self._is_asking = True
         try:
@@ -96,12 +97,11 @@ class TokenSession:
                 turn = await self.voice.ask(request)
         finally:
             self._is_asking = False
-        check_answer(turn, self._ids)
         sampled = turn.token_ids[len(self._ids) :].tolist()
         has_end = sampled[-1] in request.stop_ids
         text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
         end_text = self.voice.decode(sampled[-1:]) if has_end else ""
-        self.turns.append(turn)
+        self.turns.append(Piece.of(turn, self._end))
         self._ids += sampled
         return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text)
 
@@ -114,12 +114,22 @@ class TokenSession:
 
     def fork(self, agent_id: str = "") -> TokenSession:
         self._require_quiet("fork")
+        lineage = self.request.lineage
         # Without a sampled token there is no trajectory that the fork could name as its parent.
-        parent = (self.rollout_id, len(self._ids)) if self.turns else ("", -1)
+        parent = (self.rollout_id, self._end) if self.turns else (lineage.parent_rollout_id, lineage.fork_at)
         return self._open(self._ids, self.num_left, agent_id, parent)
 
     def open(self, text: str, agent_id: str = "") -> TokenSession:
-        return self._open(self._encode(text), self.family[0].request.max_new_tokens, agent_id, ("", -1))
+        root, ids = self.family[0].request, self._encode(text)
+        longest = len(root.prompt_ids) + root.max_new_tokens
+        if len(ids) >= longest:
+            raise EpisodeError(
+                "episode: a prompt leaves no room to sample",
+                seen=f"{len(ids)} tokens",
+                expected=f"fewer than {longest}, the longest sequence of the episode",
+                remedy="shorten it, or raise rollout.max_new_tokens",
+            )
+        return self._open(ids, longest - len(ids), agent_id, ("", -1))
 
     def record(self) -> dict[str, Any]:
         """Returns the `Trajectory` fields of the session, which ends with its last sampled token.
@@ -127,10 +137,21 @@ class TokenSession:
         Raises:
             ContractError: its turns cannot be joined.
         """
-        lineage = self.request.lineage
-        if sum(bool(each.turns) for each in self.family) > 1:
-            lineage = replace(lineage, episode_id=self.family[0].rollout_id)
-        return join(self.turns, lineage)
+        lineage, root = self.request.lineage, self.family[0]
+        if self is not root or any(each.turns for each in self.family[1:]):
+            lineage = replace(lineage, episode_id=root.rollout_id)
+        values = join(self.turns, lineage)
+        if values["finish_reason"] is not FinishReason.ABORT:
+            # A limit of one turn is the environment's choice; an observation may use up what was left.
+            was_cut = values["finish_reason"] is FinishReason.LENGTH or len(self._ids) > self._end
+            is_cut = was_cut and self.num_left <= 0
+            values["finish_reason"] = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        return values
+
+    @property
+    def _end(self) -> int:
+        """Tokens up to the last sampled one; 0 if none was."""
+        return self.turns[-1].end if self.turns else 0
 
     def _open(self, ids: Sequence[int], num_tokens: int, agent_id: str, parent: tuple[str, int]) -> TokenSession:
         root = self.family[0].request

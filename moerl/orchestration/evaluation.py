@@ -97,8 +97,9 @@ class _Asked:
         requests = collector.requests(self.prompts, run=run, count=count, sampling=sampling, prefixes=prefixes)
         purpose = f"evaluation on {self.split} problems"
         found = collector.collect(self.prompts, requests, purpose, trainer_version=self.version, prefixes=prefixes)
-        # Of an episode, the session of its prompt.
-        return [trajectory for trajectory in found if trajectory.lineage.episode == trajectory.lineage.rollout_id]
+        # Of an episode, its first session: that of the prompt, if anything was sampled there.
+        first = {trajectory.lineage.episode: trajectory for trajectory in reversed(found)}
+        return [trajectory for trajectory in found if first[trajectory.lineage.episode] is trajectory]
 
 
 def _rows(
@@ -114,7 +115,7 @@ def _rows(
     rows = []
     for trajectory in trajectories:
         prompt = prompts[order[trajectory.lineage.prompt_id]]
-        sample = GREEDY_SAMPLE if greedy else int(trajectory.lineage.rollout_id.rpartition("/")[2])
+        sample = GREEDY_SAMPLE if greedy else int(trajectory.lineage.episode.rpartition("/")[2])
         rows.append(
             {
                 "set": prompt.source,

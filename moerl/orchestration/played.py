@@ -28,6 +28,8 @@ class EpisodeGate:
     """Columns of the engine's expert ids that are the model's MoE layers."""
     texts: Texts
     """Tokenizer of the model."""
+    count_failed_reward: Callable[[str], None]
+    """Callback with the name of a reward that failed."""
 
     def outcomes(
         self,
@@ -49,17 +51,20 @@ class EpisodeGate:
             for prompt_id in (request.lineage.prompt_id,)
         ]
         stream = self.engine.stream()
-        with closing(play(episodes, stream, self._checked, self.texts, turn_seconds=task.turn_seconds)) as played:
+
+        def check(answer: RolloutRecord) -> Trajectory:
+            if answer.refusal is not None:
+                raise answer.refusal
+            return self.quarantine.read(self.layers.of(answer), trainer_version=version())
+
+        with closing(play(episodes, stream, check, self.texts, turn_seconds=task.turn_seconds)) as played:
             for episode in played:
                 yield self._admitted(episode, version())
 
-    def _checked(self, answer: RolloutRecord) -> Trajectory:
-        if answer.refusal is not None:
-            raise answer.refusal
-        return Trajectory(**self.layers.of(answer).values)
-
     def _admitted(self, episode: PlayedEpisode, version: int) -> RolloutOutcome:
         name, records = episode.rollout_id, episode.records
+        if episode.failed_reward is not None:
+            self.count_failed_reward(episode.failed_reward)
         if episode.error is not None:
             self.quarantine.refuse_episode(name, records, episode.error, trainer_version=version)
             trajectories = None

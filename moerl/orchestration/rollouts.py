@@ -191,7 +191,7 @@ class Collector:
         if isinstance(self.task, EpisodeTask):
             with closing(ChatWriter(self.tokenizer, self.chat_options)) as writer:
                 texts = Texts(self._encode, self._decode, writer.write)
-                gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts)
+                gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts, self._count_failed_reward)
                 yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
         else:
             yield from self._responses(by_id, requests, version, prefixes)
@@ -248,8 +248,7 @@ class Collector:
         try:
             trajectory = pending.trajectory.with_rewards(pending.rewards.result())
         except RewardError as error:
-            with self._counting:
-                self._failed_rewards[error.reward] += 1
+            self._count_failed_reward(error.reward)
             why = ": ".join(filter(None, (error.what, error.seen)))
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
             self.quarantine.withdraw(pending.record, failed, trainer_version=version)
@@ -258,6 +257,10 @@ class Collector:
             self.quarantine.withdraw(pending.record, error, trainer_version=version)
             return self._refused(pending.record)
         return RolloutOutcome(pending.record.rollout_id, (trajectory,))
+
+    def _count_failed_reward(self, name: str) -> None:
+        with self._counting:
+            self._failed_rewards[name] += 1
 
     def take_failed_rewards(self) -> dict[str, int]:
         """Returns, by name of the reward, the number of responses that it failed on since the last call."""

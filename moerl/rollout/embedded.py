@@ -122,7 +122,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: at the first record, if another `generate` or stream is not finished.
         """
-        return EngineStream(self._check, self.serve)
+        return EngineStream(self._check, self.serve, self.take_unfinished)
 
     def serve(self, take: Take) -> Generator[list[RolloutRecord]]:
         """Samples requests that come while others are sampled; yields the records that each step finished.
@@ -145,6 +145,11 @@ class EmbeddedEngine:
                 yield records
         finally:
             self._close_run(run)
+
+    def take_unfinished(self) -> list[str]:
+        """Returns `unfinished`, and empties it."""
+        found, self.unfinished = self.unfinished, []
+        return found
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of the current `generate` call (all when None) before the next step.

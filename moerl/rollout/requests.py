@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
-from moerl.errors import EngineError
+from moerl.errors import RequestRefusedError
 
 
 def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_positions: int) -> None:
@@ -24,7 +24,7 @@ def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_posi
         max_positions: positions the model was built for; a rollout's inputs must fit.
 
     Raises:
-        EngineError: Naming the first offending rollout.
+        RequestRefusedError: Naming the first offending rollout.
     """
     seen: set[str] = set()
     for request in requests:
@@ -76,8 +76,9 @@ def _check_sampling(rollout_id: str, sampling: SamplingParams) -> None:
         raise _refusal(rollout_id, "seed", sampling.seed, "a signed 64-bit integer")
 
 
-def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> EngineError:
-    return EngineError(f"request {rollout_id!r}: {field}", seen=seen, expected=expected, remedy="correct the request")
+def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> RequestRefusedError:
+    what = f"request {rollout_id!r}: {field}"
+    return RequestRefusedError(what, seen=seen, expected=expected, remedy="correct the request")
 
 
 def room_for(requests: Iterable[RolloutRequest]) -> int:

@@ -20,6 +20,9 @@ from moerl.rollout.slots import SlotTable
 _MAX_PREFILL_TOKENS = PREFILL_TOKENS
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
 
+_ROOM_TOKENS = 64
+"""Room of slots grows by whole numbers of this."""
+
 _ADMIT_SHARE = 8
 """Waiting prompts enter once 1/8 of the slots are free: a prefill per finished row would cost a pass each."""
 
@@ -48,7 +51,8 @@ class Schedule:
         if not self.waiting:
             self.asked_at = time.perf_counter()
         self.waiting.extend(requests)
-        max_tokens = room_for(requests)
+        # In steps: each time it grows, everything is copied.
+        max_tokens = -(-room_for(requests) // _ROOM_TOKENS) * _ROOM_TOKENS
         self.table.reserve(max_tokens)
         self.cache.max_tokens = max(self.cache.max_tokens, max_tokens)
 

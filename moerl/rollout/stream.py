@@ -6,17 +6,30 @@ import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
-from moerl.errors import closing
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError, closing
 
 Take = Callable[[bool], Sequence[RolloutRequest] | None]
 """Called before each step, with True if nothing is left to sample; returns new requests, None if no more will come."""
 
 
+def left_out(rollout_id: str) -> RolloutRecord:
+    """Returns the record of a rollout that was aborted before its first token: of streams alone, whose users wait for
+    each request."""
+    refusal = ContractError(Reason.NOTHING_SAMPLED, field="sampled", seen="no token", expected="at least one")
+    return RolloutRecord(rollout_id, "", -1, {}, refusal)
+
+
+def is_left_out(record: RolloutRecord) -> bool:
+    """Returns whether `left_out` made the record."""
+    return record.refusal is not None and record.refusal.reason == Reason.NOTHING_SAMPLED and not record.values
+
+
 def flattened(stream: RolloutStream) -> Generator[RolloutRecord]:
-    """Yields the records of a stream one by one; closes it at the end."""
+    """Yields the records of a stream one by one, without those of `left_out`; closes it at the end."""
     with closing(stream):
         for records in stream:
-            yield from records
+            yield from (record for record in records if not is_left_out(record))
 
 
 class EngineStream:
@@ -25,17 +38,19 @@ class EngineStream:
     Args:
         check: raises `EngineError` for requests that the engine refuses. Any thread.
         serve: samples what it takes; yields the records of each step.
+        unfinished: takes the ids of rollouts that were aborted before their first token since its last call.
     """
 
     def __init__(
         self,
         check: Callable[[Sequence[RolloutRequest]], None],
         serve: Callable[[Take], Generator[list[RolloutRecord]]],
+        unfinished: Callable[[], Sequence[str]],
     ) -> None:
-        self._check = check
+        self._check, self._unfinished = check, unfinished
         self._requests: queue.SimpleQueue[Sequence[RolloutRequest] | None] = queue.SimpleQueue()
         self._has_ended = False
-        self._records = serve(self._take)
+        self._records = self._with_left_out(serve(self._take))
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         if requests:
@@ -50,6 +65,11 @@ class EngineStream:
 
     def close(self) -> None:
         self._records.close()
+
+    def _with_left_out(self, steps: Generator[list[RolloutRecord]]) -> Generator[list[RolloutRecord]]:
+        with closing(steps):
+            for records in steps:
+                yield [*records, *map(left_out, self._unfinished())]
 
     def _take(self, is_idle: bool) -> Sequence[RolloutRequest] | None:
         """Returns the requests that have come; waits for a call of `submit` or `end` if nothing is left to sample."""

@@ -20,7 +20,7 @@ from conformance_cases import (
 )
 from episode_texts import TEXTS
 
-from moerl.contract.episodes import Session
+from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory, TurnKind
 from moerl.episodes.play import Episode, play
@@ -143,3 +143,30 @@ def test_a_fork_draws_anew(build: Build):
 @pytest.mark.parametrize("count", [40])
 def test_more_episodes_than_slots_all_end(build: Build, count: int):
     assert len(played(build(3), with_hints, count)) == count
+
+
+def test_an_abort_ends_every_episode(build: Build):
+    """Turns with a token end with what they have; those without are refused."""
+    engine = build(2)
+
+    async def goes_on(session: Session) -> Mapping[str, float]:
+        await session.sample(3)
+        if not aborted:
+            aborted.append(True)
+            await in_thread(engine.abort)
+        while not session.is_over:
+            await session.sample(3)
+        return {"reward": 1.0}
+
+    aborted: list[bool] = []
+    episodes = [Episode(replace(r, stop_ids=()), goes_on) for r in make_requests(6, 60)]
+
+    def check(record: RolloutRecord) -> Trajectory:
+        if record.refusal is not None:
+            raise record.refusal
+        return Trajectory(**record.values)
+
+    found = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=300.0))
+    assert len(found) == 6
+    reasons = [str(each.error.reason) for each in found if each.error is not None]
+    assert set(reasons) <= {"nothing_sampled"}

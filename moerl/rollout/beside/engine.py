@@ -41,7 +41,7 @@ from moerl.rollout.beside.messages import (
 from moerl.rollout.beside.served import ENGINE_ID
 from moerl.rollout.pushed import PushingSink
 from moerl.rollout.requests import check_requests
-from moerl.rollout.stream import flattened
+from moerl.rollout.stream import flattened, left_out
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +149,7 @@ class BesideEngine:
         """Returns a stream of requests, which are sampled as they come."""
         with self._sending:
             call, self._num_calls = _Call(self._num_calls), self._num_calls + 1
+            self._calls[call.number] = call
         return BesideStream(call, self._submit, self._records)
 
     def _submit(self, call: _Call, requests: Sequence[RolloutRequest]) -> None:
@@ -163,7 +164,6 @@ class BesideEngine:
         names = {request.lineage.rollout_id for request in requests}
         with self._sending:
             call.left |= names
-            self._calls[call.number] = call
         with undoing(lambda: call.left.difference_update(names)):
             self._send(Generate(call.number, list(requests)))
 
@@ -178,7 +178,7 @@ class BesideEngine:
                 call.left -= set(without)
                 unfinished += without
                 if not frame:
-                    yield []
+                    yield [left_out(name) for name in without]
                 for record in decode_records(frame, spec=self._spec) if frame else ():
                     call.left.discard(record.rollout_id)
                     yield [record]

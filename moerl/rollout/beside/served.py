@@ -164,8 +164,7 @@ class _Served:
             by_call.setdefault(self._call_of.pop(record.rollout_id), []).append(_Unchecked(**values))
         for call, trajectories in by_call.items():
             send(self._connection, encode(FinishedRollouts(call)), encode_trajectories(trajectories))
-        left, self._engine.unfinished = self._engine.unfinished, []
-        self._tell_of_unfinished(left)
+        self._tell_of_unfinished(self._engine.take_unfinished())
 
     def _tell_of_unfinished(self, rollout_ids: Sequence[str]) -> None:
         for name in rollout_ids:

@@ -39,7 +39,7 @@ from moerl.rollout.fleet.stream import FleetStream
 from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
-from moerl.rollout.stream import flattened
+from moerl.rollout.stream import flattened, is_left_out
 
 
 class FleetEngine:
@@ -242,7 +242,8 @@ class FleetEngine:
         try:
             while (records := call.outcomes.get()) is not None:
                 for record in records:
-                    del left[record.rollout_id]
+                    if not is_left_out(record):
+                        del left[record.rollout_id]
                 yield records
             if work.cancelled():
                 raise EngineError(f"engine {self._options.engine_id!r} was closed while it generated")

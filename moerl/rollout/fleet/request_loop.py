@@ -21,6 +21,7 @@ from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
 from moerl.rollout.fleet.replica import Replica
 from moerl.rollout.fleet.segments import Segment, trajectory_values
+from moerl.rollout.stream import left_out
 
 _ABORT_AGAIN_SECONDS = 0.2
 MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
@@ -95,8 +96,8 @@ class RequestLoop:
         self.version, self.epoch, self.is_cutting = version, 0, False
 
     async def serve(self, call: Call) -> None:
-        """Puts a record for every submitted rollout into `call.outcomes`, but for those aborted before their first
-        token.
+        """Puts a record for every submitted rollout into `call.outcomes`; `left_out` for those aborted before their
+        first token.
 
         Raises:
             ExceptionGroup: of EngineError: a server refused a request, or all servers were given up.
@@ -105,7 +106,7 @@ class RequestLoop:
         async with asyncio.TaskGroup() as tasks:
             while (rollouts := await call.submitted.get()) is not None:
                 for rollout in rollouts:
-                    tasks.create_task(self._finish(call, rollout))
+                    tasks.create_task(self._answer(call, rollout))
                 if not rollouts:
                     call.outcomes.put([])
 
@@ -145,6 +146,10 @@ class RequestLoop:
         except EngineError as error:
             self._fleet.failed(replica, error, asked_at)
 
+    async def _answer(self, call: Call, rollout: Rollout) -> None:
+        await self._finish(call, rollout)
+        del call.rollouts[rollout.request.lineage.rollout_id]
+
     async def _finish(self, call: Call, rollout: Rollout) -> None:
         """Asks until the rollout is finished, and delivers it."""
         while True:
@@ -174,7 +179,8 @@ class RequestLoop:
         if rollout.segments:
             values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
             self._deliver(call, rollout, replica, values, None)
-        del call.rollouts[rollout.request.lineage.rollout_id]
+        else:
+            call.outcomes.put([left_out(rollout.request.lineage.rollout_id)])
 
     async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
         """Returns the answer to one attempt; None if there is none, after a report of that to the fleet.

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -13,12 +14,13 @@ import pytest
 from episode_texts import TEXTS
 from factories import FULL, SPEC, make_trajectory, values_of
 
-from moerl.contract.episodes import Session
+from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
 from moerl.episodes.play import Episode, Patience, PlayedEpisode, play
-from moerl.errors import EngineError, EpisodeError, RewardError
+from moerl.errors import ContractError, EngineError, EpisodeError, RequestRefusedError, RewardError
+from moerl.rollout.stream import left_out
 
 NUM_TOKENS = 40
 Environment = Callable[[Session], Awaitable[Mapping[str, float]]]
@@ -100,6 +102,15 @@ def test_no_episodes_end_at_once() -> None:
     assert ends(one_turn, count=0) == []
 
 
+class Panic(BaseException):
+    """An error of native code, as Python sees it."""
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     ("problem", "expected", "cause"),
     [
@@ -108,6 +119,10 @@ def test_no_episodes_end_at_once() -> None:
         (asyncio.CancelledError(), Reason.EPISODE_FAILED, "cancelled its own episode"),
         (RewardError("no reward", seen="nan"), Reason.REWARD_FAILED, "no reward: nan"),
         (TimeoutError("tool"), Reason.EPISODE_FAILED, "TimeoutError: tool"),
+        (KeyboardInterrupt(), Reason.EPISODE_FAILED, "KeyboardInterrupt"),
+        (GeneratorExit(), Reason.EPISODE_FAILED, "GeneratorExit"),
+        (Panic(), Reason.EPISODE_FAILED, "Panic"),
+        (MuteError(), Reason.EPISODE_FAILED, "MuteError"),
     ],
 )
 def test_an_environment_that_raises_is_refused_with_what_it_raised(
@@ -120,6 +135,149 @@ def test_an_environment_that_raises_is_refused_with_what_it_raised(
     seen = reason(raises)
     assert seen[0] == expected
     assert cause in seen[1]
+
+
+def test_an_exit_in_a_task_that_an_environment_started_ends_its_episode_alone() -> None:
+    async def leaves() -> None:
+        raise SystemExit(3)
+
+    async def exits_once(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        if not left:
+            left.append(True)
+            await asyncio.gather(leaves())
+        return {"reward": 1.0}
+
+    left: list[bool] = []
+    found = ends(exits_once, count=3)
+    assert sorted(str(each.error.seen) if each.error else "" for each in found) == ["", "", "SystemExit: 3"]
+
+
+def test_an_environment_that_swallows_its_limit_is_refused_all_the_same() -> None:
+    async def swallows(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        return {"reward": 1.0}
+
+    (episode,) = ends(swallows, turn_seconds=0.5)
+    assert episode.error is not None
+    assert episode.error.reason == Reason.EPISODE_FAILED
+
+
+def test_a_broken_answer_refuses_the_episode_also_if_its_environment_swallows_the_error() -> None:
+    def broken_once(asked: RolloutRequest) -> list[RolloutRecord]:
+        is_first = asked.lineage.rollout_id.endswith("#0")
+        return [response(asked, token_ids=np.full(6, 1000, np.int32)) if is_first else response(asked)]
+
+    async def swallows(session: Session) -> Mapping[str, float]:
+        with suppress(ContractError):
+            await session.sample()
+        await session.sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(swallows, FakeStream(broken_once))
+    assert episode.error is not None
+    assert episode.error.reason == Reason.TOKEN_ID_OUT_OF_RANGE
+    assert episode.records[0].values["token_ids"].max() == 1000, "the answer is kept as it came"
+    assert len(episode.records) == 2
+
+
+def test_a_turn_that_the_engine_leaves_out_refuses_the_episode() -> None:
+    def refused(record: RolloutRecord) -> Trajectory:
+        assert record.refusal is not None
+        raise record.refusal
+
+    stream = FakeStream(lambda asked: [left_out(asked.lineage.rollout_id)])
+    (episode,) = play([Episode(request(), one_turn)], stream, refused, TEXTS, turn_seconds=300.0)
+    assert episode.error is not None
+    assert episode.error.reason == Reason.NOTHING_SAMPLED
+
+
+def test_an_engine_that_takes_no_request_is_the_callers_error_not_the_environments() -> None:
+    class Gone(FakeStream):
+        def submit(self, requests: Sequence[RolloutRequest]) -> None:
+            if requests:
+                raise EngineError("the engine is gone")
+            super().submit(requests)
+
+    with pytest.raises(EngineError, match="is gone"):
+        ends(one_turn, Gone(), count=3)
+
+
+def test_a_request_that_no_engine_takes_is_its_episodes_error() -> None:
+    class Picky(FakeStream):
+        def submit(self, requests: Sequence[RolloutRequest]) -> None:
+            if requests:
+                raise RequestRefusedError("request 'r0#0': prompt_ids", seen="300 tokens")
+            super().submit(requests)
+
+    assert "prompt_ids" in reason(one_turn, Picky())[1]
+
+
+def test_an_episode_whose_prompt_samples_nothing_keeps_its_id() -> None:
+    async def only_the_helper(session: Session) -> Mapping[str, float]:
+        await session.open("another prompt", "helper").sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(only_the_helper)
+    (record,) = episode.records
+    assert (episode.rollout_id, record.rollout_id, record.values["lineage"].episode) == ("r0", "r0~1", "r0")
+
+
+def test_an_opened_session_gets_no_longer_than_that_of_the_prompt() -> None:
+    async def opens(session: Session) -> Mapping[str, float]:
+        helper = session.open("x" * 30)
+        assert helper.num_left == 3 + NUM_TOKENS - 30
+        with pytest.raises(EpisodeError, match="no room to sample"):
+            session.open("x" * (3 + NUM_TOKENS))
+        await helper.sample()
+        return {"reward": 1.0}
+
+    assert ends(opens)[0].error is None
+
+
+def test_forks_lie_inside_their_parents_and_a_fork_of_an_unused_fork_keeps_the_parent() -> None:
+    async def forks(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        session.observe("abc")
+        await session.fork().fork().sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(forks)
+    first, fork = (record.values for record in episode.records)
+    assert (fork["lineage"].parent_rollout_id, fork["lineage"].fork_at) == ("r0", len(first["token_ids"]))
+
+
+@pytest.mark.parametrize(("limit", "observed", "expected"), [(2, 0, "stop"), (None, 40, "length"), (None, 0, "stop")])
+def test_a_session_counts_as_cut_off_if_its_tokens_were_used_up(
+    limit: int | None, observed: int, expected: str
+) -> None:
+    async def one(session: Session) -> Mapping[str, float]:
+        await session.sample(limit)
+        if observed:
+            session.observe("x" * observed)
+        return {"reward": 1.0}
+
+    cut = FakeStream(lambda asked: [response(asked, FinishReason.LENGTH if limit else FinishReason.STOP)])
+    (episode,) = ends(one, cut)
+    assert episode.records[0].values["finish_reason"] == expected
+
+
+def test_a_blocking_call_in_a_thread_of_its_own_holds_up_neither_others_nor_the_end() -> None:
+    async def blocks(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        if not stuck:
+            stuck.append(True)
+            await in_thread(released.wait)
+        return {"reward": await in_thread(lambda: 1.0)}
+
+    stuck: list[bool] = []
+    released = threading.Event()
+    found = ends(blocks, count=2, turn_seconds=2.0)
+    assert sorted(each.error is None for each in found) == [False, True]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "environment")
+    released.set()
 
 
 def test_what_was_sampled_before_the_failure_is_kept_in_its_record() -> None:
@@ -334,21 +492,20 @@ def test_models_of_the_turns_must_agree() -> None:
 
 def test_an_environment_that_does_not_let_itself_be_cancelled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moerl.episodes.play._CANCEL_SECONDS", 0.05)
-    released = threading.Event()
+    may_block, blocks, released = threading.Event(), threading.Event(), threading.Event()
 
     async def stubborn(session: Session) -> Mapping[str, float]:
         await session.sample()
+        await in_thread(may_block.wait)
+        blocks.set()
         released.wait()
         return {"reward": 1.0}
 
-    def answers(asked: RolloutRequest) -> list[RolloutRecord]:
-        return [response(asked)]
-
-    stream = FakeStream(answers)
-    played = play(
-        [Episode(request(), one_turn), Episode(request("r1"), stubborn)], stream, check, TEXTS, turn_seconds=300.0
-    )
+    stream, episodes = FakeStream(), [Episode(request(), one_turn), Episode(request("r1"), stubborn)]
+    played = play(episodes, stream, check, TEXTS, turn_seconds=300.0)
     assert next(played).rollout_id == "r0"
+    may_block.set()
+    assert blocks.wait(60.0)
     played.close()
     assert stream.is_closed
     released.set()
