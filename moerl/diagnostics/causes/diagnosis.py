@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
-from moerl.diagnostics.causes.faults import CLEAN, FEW, MOST_FLOOR, OVER_FLOOR, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import (
+    CHANCE,
+    CLEAN,
+    FEW,
+    MOST_FLOOR,
+    OVER_FLOOR,
+    Fault,
+    Ground,
+    changed,
+    repairing,
+)
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
-from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
+from moerl.diagnostics.causes.masks import at_least_by_chance, containment, held_by_chance, shifted, with_tokens
 from moerl.diagnostics.causes.records import Records, search_records
 from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
@@ -176,9 +186,10 @@ def _share_outside(rollouts: Sequence[DumpedRollout], of_R: NDArray[np.bool_]) -
 
 
 def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bool_]) -> list[Fault]:
-    """Returns sets of another token, in those rollouts whose log-probs fit them better than their own sets with the
-    token in them; and in those whose moved sets all hold their tokens, if others have this shift. If that is nearly
-    all, also in those whose sets hold their tokens by chance."""
+    """Returns sets of another token, in those rollouts whose log-probs fit them clearly better than their own sets with
+    the token in them, or fit them better and whose moved sets all hold their tokens, if these are too many for chance;
+    and in those whose moved sets all hold their tokens, if others have this shift. If that is nearly all, also in those
+    whose sets hold their tokens by chance."""
     if not shifts:
         return []
     rollouts = ground.rollouts
@@ -199,7 +210,11 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
     fits_R = np.any([*fits.values()], axis=0)
     left_R, faults = outside_R & listed_R, list[Fault]()
     for shift in sorted(shifts, key=lambda shift: -int((better[shift] & fits[shift]).sum())):
-        of_R = left_R & ((better[shift] & fits[shift]) | (clearly[shift] & ~fits_R))
+        of_R = left_R & clearly[shift] & (fits[shift] | ~fits_R)
+        # Log-probs that fit a little better are a throw of a coin; several rollouts together may be none.
+        both_R = left_R & better[shift] & fits[shift]
+        if at_least_by_chance(int(both_R.sum()), 0.5 * float(held_by_chance(rollouts, shift)[left_R].sum())) < CHANCE:
+            of_R |= both_R
         if of_R.any():
             of_R |= left_R & fits[shift]
         if of_R.sum() > (1.0 - FEW) * listed_R.sum():

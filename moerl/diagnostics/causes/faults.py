@@ -34,6 +34,9 @@ OVER_FLOOR = 0.5
 FEW = 0.25
 """Share of rollouts below which they are few: they follow the others if a change does them good, too."""
 
+CHANCE = 0.01
+"""Chance below which rollouts that fit a change are no accident."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:

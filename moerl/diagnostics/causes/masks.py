@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.fields import KeptSets
 from moerl.diagnostics.dumps.rollout import DumpedRollout
@@ -23,6 +25,8 @@ class Containment:
     """Tokens of `num_listed` that are not in their sets."""
     best_shift: int
     """Token t is most often in the set of token t + best_shift; 0: in its own."""
+    shares: Mapping[int, float]
+    """By shift: share of the tokens t that are in the set of token t + shift."""
 
 
 def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
@@ -43,7 +47,22 @@ def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
             inside[shift] += len(np.unique(token_of[hits]))
     shares = {shift: inside[shift] / max(1, listed[shift]) for shift in SHIFTS}
     best = max(SHIFTS, key=lambda shift: (shares[shift], -abs(shift)))
-    return Containment(listed[0], listed[0] - inside[0], best)
+    return Containment(listed[0], listed[0] - inside[0], best, shares)
+
+
+def held_by_chance(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.float64]:
+    """Returns for each rollout the chance that all of its moved sets hold their tokens though they are not theirs:
+    float64 [rollouts]. Sets are large in a small vocabulary: a token is then in most of its neighbours' sets, too."""
+    shares = containment(rollouts).shares
+    share = float(np.median([shares[other] for other in SHIFTS if other not in (0, shift)]))
+    return share ** np.array([containment([shifted(rollout, shift)]).num_listed for rollout in rollouts], np.float64)
+
+
+def at_least_by_chance(count: int, expected: float) -> float:
+    """Returns the chance of `count` or more rare events if so many are expected (Poisson)."""
+    if not count or not expected:
+        return float(not count)
+    return 1.0 - sum(math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(count))
 
 
 def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:

@@ -30,7 +30,7 @@ from moerl.contract.fields import KeptSets
 from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.gaps import Repair
-from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
+from moerl.diagnostics.causes.masks import at_least_by_chance, containment, held_by_chance, shifted, with_tokens
 from moerl.diagnostics.causes.values import with_logprobs_of
 from moerl.diagnostics.dump_report import verdict
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
@@ -240,6 +240,21 @@ def test_sets_that_hold_every_token_where_those_of_others_do_are_moved_like_them
     found = ground.diagnose([*late, *(rollout for rollout in ground.clean if rollout.name not in names)])
     (sets,) = [finding for finding in found.findings if finding.cause.startswith("mask")]
     assert (sets.cause, set(sets.rollouts)) == ("mask_shift", names)
+
+
+def test_few_tokens_in_large_sets_are_in_those_of_their_neighbours_by_chance(ground: Ground):
+    everything = np.arange(1 + max(int(each.token_ids.max()) for each in ground.clean), dtype=np.int32)
+    rollout = max(ground.clean, key=len)
+    sizes = np.where(rollout.sampled, len(everything), 0)
+    kept = KeptSets(np.concatenate([[0], np.cumsum(sizes)]), np.tile(everything, int(rollout.sampled.sum())))
+    assert held_by_chance([replace(rollout, kept=kept)], 1) == 1.0
+    (chance,) = held_by_chance([rollout], 1)
+    assert chance < 0.1
+    assert at_least_by_chance(0, 3.0) == 1.0
+    assert at_least_by_chance(1, 0.6) == pytest.approx(0.4512, abs=1e-4)
+    assert at_least_by_chance(7, 0.6) < 1e-5
+    assert at_least_by_chance(2, 0.0) == 0.0
+    assert at_least_by_chance(400, 3.0) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_rollout_of_one_token_has_no_shift_of_its_log_probs(ground: Ground):
