@@ -18,7 +18,7 @@ _PER_ROW = ("expert_ids", "routed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class TurnPiece:
     """New part of a session that came with one turn: an observation, or the prompt, and what was sampled behind it."""
 
     arrays: Mapping[str, NDArray[Any]]
@@ -41,7 +41,7 @@ class Piece:
     """Seconds by stage."""
 
     @classmethod
-    def of(cls, turn: Trajectory, before: int) -> Piece:
+    def of(cls, turn: Trajectory, before: int) -> TurnPiece:
         """Copies the new part of an answer that `check_answer` has passed.
 
         The experts of a token are those of the first turn in which it was an input: the last sampled token of a turn is
@@ -75,7 +75,7 @@ class Piece:
         return self.turns[-1].end
 
 
-def join(pieces: Sequence[Piece], lineage: Lineage) -> dict[str, Any]:
+def join(pieces: Sequence[TurnPiece], lineage: Lineage) -> dict[str, Any]:
     """Returns the `Trajectory` fields of a session. Timings are summed up.
 
     Args:

@@ -14,7 +14,7 @@ from moerl.contract.episodes import Message, SampledTurn
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
-from moerl.episodes.join import Piece, join
+from moerl.episodes.join import TurnPiece, join
 from moerl.errors import EpisodeError
 
 
@@ -49,7 +49,7 @@ class TokenSession:
     """Text at the end of the prompt that counts as the start of the first turn."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Rewards as in `Session`."""
-    turns: list[Piece] = field(default_factory=list[Piece])
+    turns: list[TurnPiece] = field(default_factory=list[TurnPiece])
     """New parts of the answers so far."""
     _ids: list[int] = field(default_factory=list[int])
     _num_asked: int = 0
@@ -101,7 +101,7 @@ class TokenSession:
         has_end = sampled[-1] in request.stop_ids
         text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
         end_text = self.voice.decode(sampled[-1:]) if has_end else ""
-        self.turns.append(Piece.of(turn, self._end))
+        self.turns.append(TurnPiece.of(turn, self._end))
         self._ids += sampled
         return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text)
 
