@@ -6,8 +6,8 @@ are written once, before anything is trained, and a run that goes on must find t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
@@ -144,7 +144,9 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_no
 
 
 class ChatWriter:
-    """Writer of conversations by the chat template of a tokenizer, for episodes. Any thread; one at a time writes.
+    """Writer of conversations by the chat template of a tokenizer, for episodes. Any thread.
+
+    One thread of its own asks the process of templates, which would die with the thread that started it.
 
     Args:
         options: variables of the template.
@@ -152,7 +154,7 @@ class ChatWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, options
-        self._templates, self._writing = Templates(), threading.Lock()
+        self._templates, self._thread = Templates(), ThreadPoolExecutor(1, "chat-template")
 
     def write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
         """Returns the text of messages, with the start of an answer if `ask`.
@@ -162,14 +164,13 @@ class ChatWriter:
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise _no_template()
-        with self._writing:
-            request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options)
-            return self._templates.write(request)
+        request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options)
+        return self._thread.submit(self._templates.write, request).result()
 
     def close(self) -> None:
-        """Ends the process of templates."""
-        with self._writing:
-            self._templates.close()
+        """Ends the process of templates, once it has answered."""
+        self._thread.submit(self._templates.close)
+        self._thread.shutdown()
 
 
 def _no_template() -> ConfigError:

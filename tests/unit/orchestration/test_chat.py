@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from moerl.config.load import load_config
 from moerl.contract.ports import Chat
-from moerl.errors import ConfigError
-from moerl.orchestration.chat import ChatTemplate, write_prompts
+from moerl.errors import ConfigError, closing
+from moerl.orchestration.chat import ChatTemplate, ChatWriter, write_prompts
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.templates import Templates
 from moerl.orchestration.tokenizer import encode_checked
@@ -208,3 +209,22 @@ def test_a_prompt_that_the_template_refuses_is_named_by_its_line(tmp_path: Path)
     rows = [{"prompt": [USER]}, {"prompt": [USER, thinking, USER]}]
     with pytest.raises(ConfigError, match=r"my\.jsonl:2: the chat template drops the thinking of message 1"):
         written(tmp_path, rows)
+
+
+def test_conversations_are_written_for_threads_that_end() -> None:
+    """The process of templates would die with the thread that started it."""
+    tokenizer = chat_tokenizer(CHATML_THINKING)
+    texts: list[str] = []
+    with closing(ChatWriter(tokenizer, {})) as writer:
+        for _ in range(3):
+            thread = threading.Thread(target=lambda: texts.append(writer.write([USER], (), True)))
+            thread.start()
+            thread.join()
+    assert texts == [tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)] * 3
+
+
+def test_a_conversation_without_a_template_is_refused() -> None:
+    tokenizer = chat_tokenizer(CHATML_THINKING)
+    tokenizer.chat_template = None
+    with closing(ChatWriter(tokenizer, {})) as writer, pytest.raises(ConfigError, match="no chat template"):
+        writer.write([USER], (), True)
