@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,14 @@ from numpy.typing import NDArray
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
 from moerl.diagnostics.causes.faults import (
-    CHANCE,
     CLEAN,
-    FEW,
     MOST_FLOOR,
-    OVER_FLOOR,
     Fault,
     Ground,
     changed,
-    repairing,
 )
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
-from moerl.diagnostics.causes.masks import at_least_by_chance, containment, held_by_chance, shifted, with_tokens
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Plan, Repair
+from moerl.diagnostics.causes.mask_faults import mask_faults
 from moerl.diagnostics.causes.records import Records, search_records
 from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
@@ -94,7 +89,7 @@ def diagnose(
     coarse = (fine, own_fine) if half is None else measure_floor(some, half, scorers[0])
     rounding, own_rounding = max(fine, coarse[0]), max(own_fine, coarse[1])
     ground = Ground(gaps, Bootstrap.of(gaps.starts), rounding, own_rounding)
-    masks = _mask_faults(ground)
+    masks = mask_faults(ground)
     inputs, values, records = _search(ground, Search(ground, edits), masks)
     residual = gaps.differences(records.plan)
     level_R = ground.floors
@@ -160,76 +155,6 @@ def measure_floor(
 def _mean_difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
     parts = [np.abs(a.full_TF - b.full_TF)[:, 0] for a, b in zip(one, other, strict=True)]
     return max(LEAST_FLOOR, float(np.concatenate(parts).mean()))
-
-
-def _mask_faults(ground: Ground) -> list[Fault]:
-    """Returns the faults of kept sets that do not hold their token: sets of another token, if the log-probs fit them,
-    or sets without their token."""
-    rollouts = ground.rollouts
-    held = [containment([rollout]) for rollout in rollouts]
-    outside_R = np.array([each.num_outside > 0 for each in held])
-    shifts = {each.best_shift for each in held if each.num_outside and each.best_shift}
-    faults = _mask_shifts(ground, sorted(shifts), outside_R)
-    left_R = outside_R & ~np.any([fault.of_R for fault in faults], axis=0) if faults else outside_R
-    if left_R.any():
-        share = _share_outside(rollouts, left_R)
-        faults.append(Fault("mask_misses", "sampled tokens are not in their kept sets", (share,), _FILLED, left_R))
-    return faults
-
-
-_FILLED = repairing(Repair("masks: with their token", with_tokens, "sets"))
-
-
-def _share_outside(rollouts: Sequence[DumpedRollout], of_R: NDArray[np.bool_]) -> Evidence:
-    held = containment([rollout for rollout, has in zip(rollouts, of_R, strict=True) if has])
-    return Evidence("sampled tokens that are not in their kept set", f"{held.num_outside / held.num_listed:.1%}", "0")
-
-
-def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bool_]) -> list[Fault]:
-    """Returns sets of another token, in those rollouts whose log-probs fit them clearly better than their own sets with
-    the token in them, or fit them better and whose moved sets all hold their tokens, if these are too many for chance;
-    and in those whose moved sets all hold their tokens, if others have this shift. If that is nearly all, also in those
-    whose sets hold their tokens by chance."""
-    if not shifts:
-        return []
-    rollouts = ground.rollouts
-    listed_R = np.array([rollout.kept is not None for rollout in rollouts])
-    start = [Assumption(kept="listed" if has else "full") for has in listed_R]
-
-    def means(change: Change) -> NDArray[np.float64]:
-        changed_ = [change(each) if has else each for each, has in zip(start, listed_R, strict=True)]
-        return ground.gaps.differences(changed_).means
-
-    changes = {shift: repairing(Repair(f"masks {shift:+d}", partial(shifted, shift=shift), "sets")) for shift in shifts}
-    filled_R = means(_FILLED)
-    gains = {shift: filled_R - means(changes[shift]) for shift in shifts}
-    better = {shift: listed_R & (gains[shift] > 0) for shift in shifts}
-    # Without a place that holds all tokens, a little is chance.
-    clearly = {shift: better[shift] & (gains[shift] > OVER_FLOOR * ground.floors) for shift in shifts}
-    fits = {shift: outside_R & listed_R & _holds(rollouts, shift) for shift in shifts}
-    fits_R = np.any([*fits.values()], axis=0)
-    left_R, faults = outside_R & listed_R, list[Fault]()
-    for shift in sorted(shifts, key=lambda shift: -int((better[shift] & fits[shift]).sum())):
-        of_R = left_R & clearly[shift] & (fits[shift] | ~fits_R)
-        # Log-probs that fit a little better are a throw of a coin; several rollouts together may be none.
-        both_R = left_R & better[shift] & fits[shift]
-        if at_least_by_chance(int(both_R.sum()), 0.5 * float(held_by_chance(rollouts, shift)[left_R].sum())) < CHANCE:
-            of_R |= both_R
-        if of_R.any():
-            of_R |= left_R & fits[shift]
-        if of_R.sum() > (1.0 - FEW) * listed_R.sum():
-            of_R |= better[shift]
-        if of_R.any():
-            direction = "late" if shift > 0 else "early"
-            title = f"kept sets are {abs(shift)} token{'s' if abs(shift) > 1 else ''} too {direction}"
-            faults.append(Fault("mask_shift", title, (_share_outside(rollouts, of_R),), changes[shift], of_R))
-            left_R &= ~of_R
-    return faults
-
-
-def _holds(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
-    """Returns bool [rollouts]: all moved sets of the rollout hold their tokens."""
-    return np.array([not containment([shifted(rollout, shift)]).num_outside for rollout in rollouts])
 
 
 _NOTES = ("staleness", "unexplained", "precision", "temperature_unsaid")

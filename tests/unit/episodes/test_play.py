@@ -3,93 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from episode_streams import FakeStream, check, ends, one_turn, reason, request, response
 from episode_texts import TEXTS
-from factories import FULL, SPEC, make_trajectory, values_of
 
 from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.reasons import Reason
-from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
-from moerl.episodes.play import Episode, Patience, PlayedEpisode, play
-from moerl.errors import ContractError, EngineError, EpisodeError, RequestRefusedError, RewardError
+from moerl.contract.trajectory import FinishReason, Trajectory
+from moerl.episodes.play import Episode, Patience, play
+from moerl.errors import ContractError, EngineError, RequestRefusedError, RewardError
 from moerl.rollout.stream import left_out
-
-NUM_TOKENS = 40
-Environment = Callable[[Session], Awaitable[Mapping[str, float]]]
-
-
-def response(request: RolloutRequest, reason: FinishReason = FinishReason.STOP, **changes: Any) -> RolloutRecord:
-    """An answer of up to three tokens behind the prompt."""
-    length = min(3, request.max_new_tokens)
-    made = make_trajectory(
-        np.random.default_rng(0), num_prompt=len(request.prompt_ids), num_sampled=length, sampling=FULL
-    )
-    ids = made.token_ids.copy()
-    ids[: len(request.prompt_ids)] = request.prompt_ids
-    values = values_of(made) | {"token_ids": ids, "lineage": request.lineage, "finish_reason": reason}
-    return RolloutRecord(request.lineage.rollout_id, "fake", 0, values | changes)
-
-
-class FakeStream:
-    """Answers every request, by default at once; keeps the requests."""
-
-    def __init__(self, answers: Callable[[RolloutRequest], Sequence[RolloutRecord]] = lambda r: [response(r)]) -> None:
-        self.answers = answers
-        self.asked: list[RolloutRequest] = []
-        self.is_closed = False
-        self.error: Exception | None = None
-        self._records: queue.SimpleQueue[list[RolloutRecord] | None] = queue.SimpleQueue()
-
-    def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self.asked += requests
-        self._records.put([record for request in requests for record in self.answers(request)])
-
-    def end(self) -> None:
-        self._records.put(None)
-
-    def __iter__(self) -> Iterator[list[RolloutRecord]]:
-        while (records := self._records.get()) is not None:
-            if self.error is not None:
-                raise self.error
-            yield records
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def check(record: RolloutRecord) -> Trajectory:
-    return Trajectory(**record.values)
-
-
-def request(name: str = "r0") -> RolloutRequest:
-    return RolloutRequest(Lineage(name, "p", "g"), (5, 6, 7), FULL, NUM_TOKENS)
-
-
-def ends(
-    environment: Environment, stream: FakeStream | None = None, count: int = 1, turn_seconds: float = 300.0
-) -> list[PlayedEpisode]:
-    episodes = [Episode(request(f"r{i}"), environment) for i in range(count)]
-    return list(play(episodes, stream or FakeStream(), check, TEXTS, turn_seconds=turn_seconds))
-
-
-def reason(environment: Environment, stream: FakeStream | None = None) -> tuple[str, str]:
-    """Returns reason and cause of the one episode, which was refused."""
-    (episode,) = ends(environment, stream)
-    assert episode.error is not None
-    return str(episode.error.reason), str(episode.error.seen)
-
-
-async def one_turn(session: Session) -> Mapping[str, float]:
-    await session.sample()
-    return {"reward": 1.0}
 
 
 def test_rewards_of_an_episode_are_those_of_its_records() -> None:
@@ -213,40 +143,6 @@ def test_a_request_that_no_engine_takes_is_its_episodes_error() -> None:
             super().submit(requests)
 
     assert "prompt_ids" in reason(one_turn, Picky())[1]
-
-
-def test_an_episode_whose_prompt_samples_nothing_keeps_its_id() -> None:
-    async def only_the_helper(session: Session) -> Mapping[str, float]:
-        await session.open("another prompt", "helper").sample()
-        return {"reward": 1.0}
-
-    (episode,) = ends(only_the_helper)
-    (record,) = episode.records
-    assert (episode.rollout_id, record.rollout_id, record.values["lineage"].episode) == ("r0", "r0~1", "r0")
-
-
-def test_an_opened_session_gets_no_longer_than_that_of_the_prompt() -> None:
-    async def opens(session: Session) -> Mapping[str, float]:
-        helper = session.open("x" * 30)
-        assert helper.num_left == 3 + NUM_TOKENS - 30
-        with pytest.raises(EpisodeError, match="no room to sample"):
-            session.open("x" * (3 + NUM_TOKENS))
-        await helper.sample()
-        return {"reward": 1.0}
-
-    assert ends(opens)[0].error is None
-
-
-def test_forks_lie_inside_their_parents_and_a_fork_of_an_unused_fork_keeps_the_parent() -> None:
-    async def forks(session: Session) -> Mapping[str, float]:
-        await session.sample()
-        session.observe("abc")
-        await session.fork().fork().sample()
-        return {"reward": 1.0}
-
-    (episode,) = ends(forks)
-    first, fork = (record.values for record in episode.records)
-    assert (fork["lineage"].parent_rollout_id, fork["lineage"].fork_at) == ("r0", len(first["token_ids"]))
 
 
 @pytest.mark.parametrize(("limit", "observed", "expected"), [(2, 0, "stop"), (None, 40, "length"), (None, 0, "stop")])
@@ -424,70 +320,6 @@ def test_a_caller_that_stops_cancels_the_rest() -> None:
     assert next(played).rollout_id == "r0"
     played.close()
     assert stream.is_closed
-
-
-def test_a_session_says_how_much_is_left_and_when_it_is_over() -> None:
-    left: list[int] = []
-
-    async def to_the_end(session: Session) -> Mapping[str, float]:
-        while not session.is_over:
-            left.append(session.num_left)
-            await session.sample(3)
-            session.observe("abcdefg")
-        with pytest.raises(EpisodeError, match="is over"):
-            await session.sample()
-        return {"reward": 1.0}
-
-    (episode,) = ends(to_the_end)
-    assert left == [40, 30, 20, 10]
-    assert len(episode.records[0].values["token_ids"]) == 3 + 40 - 7, "an observation at the end is left out"
-
-
-def test_calls_that_a_session_does_not_allow_are_refused_by_name() -> None:
-    async def wrong(session: Session) -> Mapping[str, float]:
-        first = asyncio.ensure_future(session.sample())
-        await asyncio.sleep(0)
-        with pytest.raises(EpisodeError, match="observe in a session that samples"):
-            session.observe("x")
-        with pytest.raises(EpisodeError, match="fork in a session that samples"):
-            session.fork()
-        with pytest.raises(EpisodeError, match="sample in a session that samples"):
-            await session.sample()
-        await first
-        with pytest.raises(EpisodeError, match="no token"):
-            session.observe("")
-        with pytest.raises(EpisodeError, match="max_tokens"):
-            await session.sample(0)
-        return {"reward": 1.0}
-
-    (episode,) = ends(wrong)
-    assert episode.error is None
-
-
-def test_a_prefix_counts_as_the_start_of_the_first_turn_only() -> None:
-    texts: list[str] = []
-
-    async def two_turns(session: Session) -> Mapping[str, float]:
-        texts.extend([(await session.sample()).text, (await session.sample()).text])
-        return {"reward": 1.0}
-
-    list(play([Episode(request(), two_turns, "think: ")], FakeStream(), check, TEXTS, turn_seconds=300.0))
-    assert [text.startswith("think: ") for text in texts] == [True, False]
-
-
-def test_models_of_the_turns_must_agree() -> None:
-    other = type(SPEC)(SPEC.num_moe_layers, SPEC.experts_per_token, SPEC.num_experts, SPEC.vocab_size, "another")
-
-    def changes(asked: RolloutRequest) -> list[RolloutRecord]:
-        is_second = asked.lineage.rollout_id.endswith("#1")
-        return [response(asked, spec=other) if is_second else response(asked)]
-
-    async def two_turns(session: Session) -> Mapping[str, float]:
-        await session.sample()
-        await session.sample()
-        return {"reward": 1.0}
-
-    assert reason(two_turns, FakeStream(changes))[0] == Reason.SPEC_MISMATCH
 
 
 def test_an_environment_that_does_not_let_itself_be_cancelled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
