@@ -239,11 +239,11 @@ def dead_router(*, how: str) -> None:
     router of a model that is gone (`hook`), or its probabilities are cut off from its weights (`gradient`)."""
 
     def at(original: Callable[..., Any], worker: Any, *args: Any) -> Any:
-        original(worker, *args)
+        reply = original(worker, *args)
         router = worker._trained.model.chunks[0].decoder.layers[1].mlp.router
         if how == "hook":
             router.router_replay = None
-            return
+            return reply
         routing = router.routing
 
         def detached(*args: Any, **kwargs: Any) -> Any:
@@ -251,6 +251,7 @@ def dead_router(*, how: str) -> None:
             return probs.detach(), routing_map
 
         router.routing = detached
+        return reply
 
     _replace("moerl.ranks.worker:Worker._build", at, call=2)
 
