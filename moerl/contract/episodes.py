@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from moerl.contract.ports import Prompt, Task
 from moerl.contract.trajectory import FinishReason
+from moerl.errors import EpisodeError
 
 Message = Mapping[str, Any]
 """Message of a conversation, or schema of a tool; plain JSON data."""
@@ -121,9 +122,13 @@ class EpisodeTask(Task, Protocol):
         ...
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
-        """Returns a future that is cancelled: an episode gets its rewards from `play`."""
+        """Returns a future that raises `EpisodeError`: an episode gets its rewards from `play`."""
         unused: Future[dict[str, float]] = Future()
-        unused.cancel()
+        unused.set_exception(
+            EpisodeError(
+                "a response of an episode was to be rewarded alone", expected="the rewards that `play` returns"
+            )
+        )
         return unused
 
 

@@ -12,7 +12,7 @@ import pytest
 from moerl.contract.episodes import EpisodeTask, SampledTurn
 from moerl.contract.ports import Chat, DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, EpisodeError
 from moerl.tasks.guess import GuessTask, GuessTaskConfig
 
 
@@ -114,3 +114,8 @@ def test_hints_of_a_conversation_are_messages() -> None:
     rewards = asyncio.run(task.play(prompt, cast(Any, session)))
     assert rewards["guesses"] == 2.0
     assert session.observed == [".<u>higher.<a>"]
+
+
+def test_a_response_of_an_episode_has_no_reward_of_its_own() -> None:
+    with pytest.raises(EpisodeError, match="rewarded alone"):
+        GuessTask(config()).reward(PROMPT, "14", FinishReason.STOP).result()
