@@ -138,6 +138,10 @@ class RewardError(MoerlError):
         self.reward = reward
 
 
+class ScoreError(MoerlError):
+    """Failure of a scorer of tokens: it failed, or gave something that is not a finite number for each token."""
+
+
 def told(error: MoerlError | OSError) -> MoerlError:
     """Returns the error as a process shows it: an error of the system that no other code caught gets the form of a
     `MoerlError`."""

@@ -79,6 +79,16 @@ def tell_everyone(
     _replace(place, at, call=call)
 
 
+def kill_scorer(*, call: int) -> None:
+    """SIGKILL to the process of a model that scores, at one of its trajectories."""
+
+    def at(original: Callable[..., Any], scorer: Any, trajectory: Any) -> Any:
+        os.kill(scorer.pid, signal.SIGKILL)
+        return original(scorer, trajectory)
+
+    _replace("moerl.scorers.model:RemoteModel._score", at, call=call)
+
+
 def finish_checkpoints() -> None:
     """Waits for checkpoints that other threads of this process are writing."""
     for thread in threading.enumerate():

@@ -58,7 +58,7 @@ class FakeCollector:
             for i in range(count)
         ]
 
-    def outcomes(
+    def scored_outcomes(
         self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
     ) -> Generator[RolloutOutcome]:
         ids = [request.lineage.rollout_id for request in requests]

@@ -36,8 +36,8 @@ class Custom(AlgorithmSection):
     )
 
     scores: list[str] = Field(
-        description="Names of side scores of tokens that your functions get, as scores_T and scores_N; every rollout"
-        " must have them. Only dumps do, with rollout=dumps."
+        description="Names of side scores of tokens that your functions get, as scores_T and scores_N: names in"
+        " scorers, or columns of the dumps of rollout=dumps."
     )
 
     @property

@@ -74,6 +74,10 @@ def check_command(config: RunConfig, command: str) -> None:
     _check_room_to_build(config)
     _check_own_tokenizer(config)
     config.task.check_files()
+    if command in ("train", "rollout"):
+        vocab_size = None if config.model.path is None else describe_model(config).vocab_size
+        for name, scorer in config.scorers.items():
+            scorer.check_files(f"scorers.{name}", vocab_size)
     if command == "train":
         config.algorithm.check(group_size=config.rl.trained_size, minibatches=config.rl.minibatches)
 

@@ -191,6 +191,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
     for name, section in (("model", config.model), ("task", config.task), ("rollout", config.rollout)):
         changed[name] = section.model_copy(update={key: _absolute(value) for key, value in section})
+    changed["scorers"] = _absolute(config.scorers)
     return config.model_copy(update=changed)
 
 

@@ -12,12 +12,32 @@ def check_rollout(config: RunConfig) -> None:
     _check_buffer(config)
     _check_precision(config)
     _check_dumps(config)
-    if config.algorithm.needs and config.has_engine and config.command == "train":
+    _check_scores(config)
+
+
+def _check_scores(config: RunConfig) -> None:
+    """Checks that the algorithm finds its scores, and that scorers have work."""
+    missing = [name for name in config.algorithm.needs if name not in config.scorers]
+    if missing and config.has_engine and config.command == "train":
         raise ConfigError(
-            "algorithm.scores: no engine scores tokens",
-            seen=f"{', '.join(config.algorithm.needs)} with rollout={config.rollout.engine}",
-            expected="rollouts that have these scores",
-            remedy="set rollout=dumps rollout.path=PATH, a dump with these scores; or algorithm.scores=[]",
+            "algorithm.scores: nothing gives these scores",
+            seen=", ".join(missing),
+            expected=f"names in scorers ({', '.join(config.scorers) or 'none is configured'}), or a dump that has them",
+            remedy=f"set scorers.{missing[0]}={{kind: model, path: DIR}}; or rollout=dumps rollout.path=PATH",
+        )
+    if config.scorers and not config.has_engine:
+        raise ConfigError(
+            "scorers: a run from dumps scores no tokens",
+            seen=", ".join(config.scorers),
+            expected="scorers={}: the dumps hold the scores",
+            remedy="write the dumps with these scorers (moerl rollout), and take scorers away here",
+        )
+    if config.scorers and config.rollout.temperature == 0.0:
+        raise ConfigError(
+            "scorers: greedy samples have no distribution to score in",
+            seen="rollout.temperature=0.0",
+            expected="> 0",
+            remedy="set rollout.temperature=1.0, or take scorers away",
         )
 
 

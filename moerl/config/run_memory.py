@@ -256,6 +256,9 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"] + rank.offloaded_bytes)
         holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))
         holdings += _weight_copies(config, sizes, machine)
+    if config.command in ("train", "rollout"):
+        scored = ((name, scorer.host_bytes(f"scorers.{name}")) for name, scorer in config.scorers.items())
+        holdings += [Holding(f"scorer {name}", num_bytes) for name, num_bytes in scored if num_bytes]
     if isinstance(rollout, EmbeddedRolloutConfig):
         if machine.gpu_bytes is not None and engine_bytes(config, sizes):
             return MemoryPlace(HOST, tuple(holdings), machine.host_bytes)

@@ -15,6 +15,8 @@ from moerl.buffer.queue import QueueLimits
 from moerl.config.rollouts import DumpsRolloutConfig, RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
+from moerl.scorers.registry import ScorerConfig
+from moerl.scorers.section import ScorerName
 from moerl.sections import (
     Count,
     CountOrZero,
@@ -350,6 +352,11 @@ class RunConfig(Section):
     weights: WeightsConfig = Field(description="Weight updates.")
     sft: SftConfig = Field(description="Cold start.")
     task: TaskConfig = Field(description="The task.")
+    scorers: dict[ScorerName, ScorerConfig] = Field(
+        default={},
+        description="Scorers of sampled tokens by name, as {teacher: {kind: model, path: DIR}}; algorithm.scores brings"
+        " their numbers to advantages and loss.",
+    )
     evaluation: EvaluationConfig = Field(description="Evaluation.")
     checkpoint: CheckpointConfig = Field(description="Checkpoints.")
     mismatch: MismatchConfig = Field(description="Mismatch tables.")

@@ -95,6 +95,21 @@ def check_rewards(rewards: dict[str, float]) -> None:
     _demand_finite_numbers(rewards, "rewards")
 
 
+def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
+    """Refuses side scores that break an invariant. Called when a checked trajectory gets new ones.
+
+    Raises:
+        ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long`, `wrong_dtype`, `wrong_shape` or
+            `value_not_finite`.
+    """
+    demand_type(scores, dict, "scores")
+    _demand_few_names(scores, "scores")
+    for name, score in scores.items():
+        demand_text(name, "scores name")
+        _demand_array(score, _FLOAT32, (num_tokens,), f"scores[{name!r}]")
+        _demand_finite_score(name, score)
+
+
 def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
     """Refuses a trajectory that claims weights the trainer has not made yet.
 
@@ -181,6 +196,12 @@ def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
             )
 
 
+def _demand_finite_score(name: str, score: NDArray[np.float32]) -> None:
+    refuse_where(
+        ~np.isfinite(score), Reason.VALUE_NOT_FINITE, field=f"scores[{name!r}]", values=score, expected="finite"
+    )
+
+
 def _check_layout(trajectory: TrajectoryFields) -> None:
     """Refuses arrays whose dtype or shape is not what the spec and the number of tokens say, before any content is
     read."""
@@ -235,9 +256,7 @@ def _check_tokens(trajectory: TrajectoryFields) -> None:
             expected="nothing after the last sampled token",
         )
     for name, score in trajectory.scores.items():
-        refuse_where(
-            ~np.isfinite(score), Reason.VALUE_NOT_FINITE, field=f"scores[{name!r}]", values=score, expected="finite"
-        )
+        _demand_finite_score(name, score)
 
 
 def _check_turns(trajectory: TrajectoryFields) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.fields import (
     MAX_KEPT_IDS,
@@ -24,7 +25,7 @@ from moerl.contract.fields import (
     Turn,
     TurnKind,
 )
-from moerl.contract.invariants import check_rewards, check_trajectory
+from moerl.contract.invariants import check_rewards, check_scores, check_trajectory
 
 __all__ = [
     "MAX_KEPT_IDS",
@@ -59,6 +60,19 @@ class Trajectory(TrajectoryFields):
         rewarded = copy.copy(self)  # runs no `__post_init__`; the arrays are shared, and read-only
         object.__setattr__(rewarded, "rewards", rewards)
         return rewarded
+
+    def with_scores(self, scores: dict[str, NDArray[np.float32]]) -> Trajectory:
+        """Returns the same trajectory with these side scores instead of its own. Only the scores are checked: the rest
+        was.
+
+        Raises:
+            ContractError: a name is not text, a score is not a finite float32 [S], or there are too many.
+        """
+        check_scores(scores, len(self))
+        scored = copy.copy(self)
+        object.__setattr__(scored, "scores", scores)
+        _freeze(scores)
+        return scored
 
 
 _all_fields = attrgetter(*(each.name for each in fields(TrajectoryFields)))

@@ -47,6 +47,8 @@ from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage, make_room
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
+from moerl.orchestration.scorers import open_scorers
+from moerl.orchestration.scoring import Scoring
 from moerl.orchestration.source import Live
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import num_ids
@@ -96,16 +98,18 @@ def _train(run: Run, model_path: Path) -> None:
         if not config.has_engine:
             _train_from_dumps(run, model_path)
             return
+        scoring = stack.enter_context(closing(open_scorers(config, run.tokenizer)))
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
             # On the stack at once, so that a signal right after the start cannot leave the engine open.
             lambda: stack.enter_context(closing(_open_engine(run, start, -1, process)))
         )
+        run.unless_stopped(scoring.start)
         run.leave_if_told()
         assert engine is not None
         _check_handshake(engine.handshake().spec, run.model.spec)
-        collector = _collector(config, model_path, engine, run)
+        collector = _collector(config, model_path, engine, run, scoring)
         if config.rollout.is_colocated:
             # Building and restoring need more memory than servers leave while they sample.
             make_room(engine)
@@ -183,6 +187,10 @@ def run_rollout(config: RunConfig) -> int:
         finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, prefixes={})
         path = config.run_dir / "rollouts" / "rollouts.parquet"
         trajectories = in_request_order(finished, requests)
+        if config.scorers:
+            reporter.begin_part("scores")
+            with closing(open_scorers(config, collector.tokenizer)) as scoring:
+                trajectories = scoring.of(trajectories)
         texts = [collector.response(t) for t in trajectories]
         with writing(path):
             write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
@@ -299,7 +307,9 @@ class _Reading:
     reporter: Reporter
 
 
-def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: Run | _Reading) -> Collector:
+def _collector(
+    config: RunConfig, model_path: Path, engine: RolloutEngine, run: Run | _Reading, scoring: Scoring | None = None
+) -> Collector:
     handshake = engine.handshake()
     layers = select_layers(handshake, run.model.num_layers, run.model.moe_layers)
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
@@ -309,7 +319,10 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
     sampling = SamplingParams(asked.temperature, asked.top_p, config.rollout.top_k, seed=config.seed)
     plan = EvaluationPlan(config.run_dir / "evaluations", asked.samples, sampling)
     options = config.task.template_options
-    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options)
+    return Collector(
+        *(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options),
+        scoring=scoring or Scoring({}),
+    )
 
 
 @contextmanager

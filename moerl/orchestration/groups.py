@@ -250,7 +250,7 @@ class GroupSource:
         prompts = [self._prompt(number) for number in numbers]
         asked = [request for group in requests.values() for request in group]
         self._watch(0, len(asked), 0)
-        with closing(collector.outcomes(prompts, asked, lambda: self.version, {})) as outcomes:
+        with closing(collector.scored_outcomes(prompts, asked, lambda: self.version, {})) as outcomes:
             for outcome in outcomes:
                 if self._is_closed:
                     return

@@ -30,6 +30,7 @@ from moerl.errors import ContractError, MoerlError, RewardError, closing
 from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.played import EpisodeGate
+from moerl.orchestration.scoring import Scoring
 from moerl.orchestration.tokenizer import encode_checked
 
 
@@ -83,6 +84,8 @@ class Collector:
     """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
     chat_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables of the chat template, for conversations in episodes."""
+    scoring: Scoring = field(default_factory=lambda: Scoring({}))
+    """Scorers of the rollouts that are trained."""
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
     _failed_rewards: Counter[str] = field(default_factory=Counter[str])
@@ -196,6 +199,16 @@ class Collector:
         else:
             yield from self._responses(by_id, requests, version, prefixes)
         self.quarantine.forget(ids)
+
+    def scored_outcomes(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        version: Callable[[], int],
+        prefixes: Mapping[str, str],
+    ) -> Generator[RolloutOutcome]:
+        """Yields as `outcomes` does, with the scores of `scoring`. Raises `ScoreError`, too."""
+        return self.scoring.outcomes(self.outcomes(prompts, requests, version, prefixes))
 
     def _responses(
         self,

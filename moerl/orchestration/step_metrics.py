@@ -18,7 +18,7 @@ from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_samp
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.devices import peak_flops
-from moerl.telemetry.metrics import failed_reward_metric, named_reward_metric
+from moerl.telemetry.metrics import failed_reward_metric, is_reward_name, named_reward_metric, score_metrics
 
 MAX_RATIO_SAMPLES = 1_000_000
 
@@ -133,6 +133,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     sizes = np.concatenate([t.kept.sizes[t.truncated] for t in trajectories])
     metrics = {
         **_reward_metrics(trajectories),
+        **_score_metrics(trajectories),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([t.finish_reason is FinishReason.LENGTH for t in trajectories])),
@@ -144,6 +145,18 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "kept/size_p99": float(np.quantile(sizes, 0.99)),
             "kept/mass_mean": float(np.exp(logmasses.astype(np.float64)).mean()),
         }
+    return metrics
+
+
+def _score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the means over sampled tokens of the side scores that all trajectories have."""
+    names = set.intersection(*({*trajectory.scores} for trajectory in trajectories))
+    metrics = dict[str, float]()
+    for name in sorted(filter(is_reward_name, names)):
+        scores = np.concatenate([t.scores[name][t.sampled] for t in trajectories]).astype(np.float64)
+        logprobs = np.concatenate([t.rollout_logprobs[t.sampled] for t in trajectories])
+        mean, gap = score_metrics(name)
+        metrics |= {mean: float(scores.mean()), gap: float((logprobs - scores).mean())}
     return metrics
 
 

@@ -267,6 +267,16 @@ _FAILED_REWARD = Metric(
     "reward/<name>/failed", "1", "responses since the last step that a named reward failed on; none = it failed on none"
 )
 
+_SCORES = (
+    Metric("score/<name>/mean", "1", "mean of the numbers of a scorer over the batch's sampled tokens"),
+    Metric(
+        "score/<name>/policy_gap",
+        "nat",
+        "mean of the engine's log-prob less the number of a scorer; of a teacher in the same sets and at the same"
+        " temperature an estimate of the KL of the policy to it",
+    ),
+)
+
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
@@ -300,10 +310,18 @@ def failed_reward_metric(name: str) -> str:
     return f"reward/{name or 'function'}/failed"
 
 
+def score_metrics(name: str) -> tuple[str, str]:
+    """Returns the names of the metrics of a scorer: of its mean, and of its gap to the policy."""
+    return f"score/{name}/mean", f"score/{name}/policy_gap"
+
+
 def is_registered(name: str) -> bool:
-    """Returns whether a metric is registered, by its name or as a metric of a named reward."""
+    """Returns whether a metric is registered, by its name or as a metric of a named reward or a scorer."""
     if name in METRICS:
         return True
+    if name.startswith("score/"):
+        scorer = name.removeprefix("score/").rpartition("/")[0]
+        return name in score_metrics(scorer) and is_reward_name(scorer)
     stem = name.removeprefix("reward/").rpartition("/")[0]
     return name in (named_reward_metric(stem), failed_reward_metric(stem)) and is_reward_name(stem)
 
@@ -336,7 +354,7 @@ def reference_page() -> str:
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []
-    for metric in [*singles, _NAMED_REWARD, _FAILED_REWARD, *tables]:
+    for metric in [*singles, _NAMED_REWARD, _FAILED_REWARD, *_SCORES, *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
     return "\n".join([HEAD, *rows, "", TRACKERS])

@@ -29,11 +29,12 @@ LIMIT_SECONDS = 1500
 class Outcome:
     """Expected outcome of the command of an example.
 
-    less: added to `moerl`, so that CI waits for seconds. status: of its end. leaves: a file that it writes. said:
-    a part of its output, with `less` too.
+    less: added to the last `moerl`, so that CI waits for seconds. first: the same for those before it. status: of its
+    end. leaves: a file that it writes. said: a part of its output, with `less` too.
     """
 
     less: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     status: int = 0
     leaves: str = ""
     said: str = ""
@@ -44,6 +45,7 @@ OUTCOMES = {
     "chat_dataset": Outcome((*FEW, "evaluation.samples=2"), leaves="runs/chat_sums/final_model/config.json"),
     "programs": Outcome((*FEW, "evaluation.samples=2"), leaves="runs/programs/final_model/config.json"),
     "custom_loss": Outcome(leaves="runs/custom_loss/report.html"),
+    "distillation": Outcome(("rl.steps=2",), ("sft.steps=2",), leaves="runs/distilled/report.html"),
     "sweep": Outcome(("--show-config",), said="keep_routing.mode=rollout"),
     "slurm_one_node": Outcome(said="#SBATCH --nodes=1"),
     "slurm_two_nodes": Outcome(said="#SBATCH --nodes=2"),
@@ -71,6 +73,10 @@ def test_the_command_of_an_example_runs_in_a_copy_of_its_folder(example: str, fo
     (no_ray / "ray" / "__init__.py").touch()
     *first, last = words_of(command_of(example))
     for program, *arguments in first:
+        if program == "moerl":
+            before = forked.run(*arguments, *wanted.first, cwd=folder)
+            assert before.status == 0, before.output
+            continue
         assert program == "python"
         subprocess.run([sys.executable, *arguments], cwd=folder, check=True)
     assert last[0] == "moerl"

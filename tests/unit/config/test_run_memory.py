@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from factories import QWEN3_30B, write_hf_config
+from tiny_moe import write_model
 
 from moerl.config.load import load_plan
 from moerl.config.run_memory import (
@@ -27,6 +28,7 @@ from moerl.config.run_memory import (
 )
 from moerl.config.schema import RunConfig
 from moerl.config.server_layout import check_nodes_of_servers
+from moerl.errors import ConfigError
 from moerl.machine.residence import ALWAYS, ASLEEP, moments_on_device
 
 H100S = Machine(80 * GIB, gpus_per_node=8, nodes=2, host_bytes=1024 * GIB)
@@ -170,6 +172,18 @@ def test_on_cpus_hosts_hold_ranks_and_engines() -> None:
     assert "server: weights" in both
     embedded = held(places(load_plan(["recipe=tiny"]), Machine(None))[-1])
     assert {"engine: weights", "engine: cache"} <= embedded.keys()
+
+
+def test_the_host_of_the_controller_holds_the_models_that_score_tokens(tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", tied=False, seed=0)
+    key = f"scorers={{teacher: {{kind: model, path: '{teacher}'}}}}"
+    config = run(tmp_path, key)
+    with_teacher, without = (held(places(each, H100S)[-1]) for each in (config, run(tmp_path)))
+    weights = config.scorers["teacher"].host_bytes("scorers.teacher")
+    assert weights > 0
+    assert with_teacher == {**without, "scorer teacher": weights}
+    with pytest.raises(ConfigError, match=r"scorers\.teacher\.path"):
+        places(run(tmp_path, key.replace(str(teacher), "/nowhere")), H100S)
 
 
 def test_a_server_that_holds_no_response_is_refused_with_what_to_raise(tmp_path: Path) -> None:

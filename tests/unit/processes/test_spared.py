@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_sinks import make_sink, told
 from process_tree import descendants, signals_to_children
+from tiny_moe import write_model
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
@@ -24,6 +25,7 @@ from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import CloseEngine, encode
 from moerl.rollout.sglang import server as sglang
 from moerl.rollout.sglang.install import site_packages
+from moerl.scorers.model import ModelScorer
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.code import run_program
 from moerl.telemetry.terminal import ShownLines
@@ -107,7 +109,10 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
 
 KINDS: dict[str, str | tuple[str, ...]] = {
     "orchestration/templates.py": "test_a_process_of_chat_templates_is_spared",
-    "processes/child.py": ("test_a_rank_is_spared", "test_an_engine_of_its_own_is_spared", "test_a_tracker_is_spared"),
+    "processes/child.py": (
+        *("test_a_rank_is_spared", "test_an_engine_of_its_own_is_spared", "test_a_tracker_is_spared"),
+        "test_a_model_that_scores_is_spared",
+    ),
     "rollout/sglang/install.py": "test_the_question_for_packages_of_an_environment_is_spared",
     "rollout/sglang/server.py": "test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets",
     "tasks/rewards/child.py": "test_a_reward_is_spared_and_what_it_starts_is_not",
@@ -122,8 +127,8 @@ def test_every_kind_of_child_has_its_test() -> None:
     assert places_of({"moerl.processes.spared.sparing"}) == {"ranks/on_ray/cluster.py"}
     tests = [name for names in KINDS.values() for name in ([names] if isinstance(names, str) else names)]
     assert {*tests} <= globals().keys()
-    # Each program of a `Child` is one of the three.
-    programs = {"ranks/child.py", "rollout/beside/local.py", "telemetry/trackers/sink.py"}
+    # Each program of a `Child` is one of the four.
+    programs = {"ranks/child.py", "rollout/beside/local.py", "scorers/model.py", "telemetry/trackers/sink.py"}
     assert places_of({"moerl.processes.child.module_program"}) == programs
 
 
@@ -167,6 +172,17 @@ def test_a_tracker_is_spared(tmp_path: Path) -> None:
         sink.write("rl", 1, {"reward/mean": 0.5})
         sink.close()
     assert told(tmp_path, "finished") == [0]
+
+
+def test_a_model_that_scores_is_spared(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", tied=True, seed=0)
+    with signals_to_children():
+        scorer = ModelScorer(kind="model", path=folder).open("scorers.teacher", tmp_path / "log")
+        try:
+            scorer.start()
+            assert ignores_all(scorer.pid)
+        finally:
+            scorer.close()
 
 
 def test_a_process_of_chat_templates_is_spared() -> None:
