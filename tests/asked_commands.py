@@ -41,8 +41,8 @@ def text(row, response):
 class Broken:
     """A configuration that cannot work.
 
-    said: a part of the error. knows: the commands that can know it. gpus, host_gib: of the one machine and the
-    site. site: more of the site file. words: more words of the dry run. spoil: breaks something before a command is
+    said: a part of the error. knows: the commands that can know it. gpus, host_gib, disk_gib: of the one machine and
+    the site. site: more of the site file. words: more words of the dry run. spoil: breaks something before a command is
     asked.
     """
 
@@ -51,6 +51,7 @@ class Broken:
     knows: tuple[Door, ...] = STARTED
     gpus: int = 0
     host_gib: int = 4096
+    disk_gib: int = 1 << 20
     site: dict[str, object] = field(default_factory=dict[str, object])
     words: tuple[str, ...] = ()
     spoil: Callable[[Path], object] = lambda folder: None
@@ -64,6 +65,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"say {i}", "response": str(i), "answer": str(i)} for i in range(60)]
     for name in ("sums.jsonl", "rows.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    half = [{**row, "answer": None} if number % 2 else row for number, row in enumerate(rows)]
+    (folder / "half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in half))
     (folder / "broken.jsonl").write_text("{\n")
     dumped = {"token_ids": [5, 6, 7], "response_length": 2, "rollout_logprobs": [-1.0, -1.0]}
     (folder / "ungrouped.jsonl").write_text(json.dumps(dumped))
@@ -124,7 +127,7 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(accelerators, "accelerator_checks", lambda *_: [])
     monkeypatch.setattr(accelerators, "ask_torch", lambda: "not asked")
     monkeypatch.setattr(servers, "own_listeners", list)
-    monkeypatch.setattr(machine, "machine_checks", lambda *_: ([], 1e9))
+    monkeypatch.setattr(machine, "machine_checks", lambda *_, **__: ([], 1e9))
     monkeypatch.setattr("moerl.launch.slurm.facts.disk_rate", lambda _: 1e9)
 
     def run(door: Door, broken: Broken) -> tuple[int, str]:
@@ -135,6 +138,8 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             monkeypatch.setattr(f"moerl.launch.checks.{name}", lambda value=value: value)
         monkeypatch.setattr("moerl.launch.doctor.command.query_gpus", lambda: gpus)
         monkeypatch.setattr("moerl.launch.doctor.command.host_bytes", lambda: broken.host_gib * 2**30)
+        for name in ("slurm.facts", "doctor.machine"):
+            monkeypatch.setattr(f"moerl.launch.{name}.room_for_checkpoints", lambda _: broken.disk_gib * 2**30)
         site = {"gpus_per_node": broken.gpus, "memory": f"{broken.host_gib}G", **broken.site}
         (place / "site.yaml").write_text(yaml.safe_dump(site))
         words = {

@@ -85,13 +85,14 @@ if [ -n "$image" ]; then
 fi
 cd "$workdir" || exit 1
 step=()
+# Before the first task: it may say that it runs, and be told to stop, at once.
+for signal in TERM USR1 USR2; do
+  # shellcheck disable=SC2064
+  trap "for task in \\"\\${step[@]}\\"; do kill -$signal -- -\\$task; done" "$signal"
+done
 for ((task = 0; task < tasks; task++)); do
   setsid env "${kept[@]}" SLURM_PROCID="$task" SLURM_NODEID="$task" "$@" &
   step+=("$!")
-done
-for signal in TERM USR1 USR2; do
-  # shellcheck disable=SC2064
-  trap "for task in ${step[*]}; do kill -$signal -- -\\$task; done" "$signal"
 done
 status=0
 for task in "${step[@]}"; do

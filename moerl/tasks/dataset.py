@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -78,12 +79,22 @@ class DatasetTaskConfig(SetKeys, TaskSection):
     def hub_sets(self) -> tuple[str, ...]:
         return tuple(each.hub for each in data_sets(self, self.sets) if each.hub is not None and not each.streaming)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        own = tuple(each.path for each in data_sets(self, self.sets) if each.path is not None)
+        return own + tuple(file for reward in self.rewards.values() for file in reward.files)
+
     def open(self) -> RowsTask:
         sets = data_sets(self, self.sets)
         scorer = make_scorer(self.rewards, self.accuracy)
         cut = Cut(self.dev_fraction, self.heldout_fraction, self.shuffle_seed, self.text_as)
         keys = f"task.response={self.response!r}"
-        return RowsTask(sets, cut, scorer, response_keys=keys, thinking_end=self.thinking_end)
+        columns = {
+            f"task.rewards.{name}.{key}": found
+            for name, reward in self.rewards.items()
+            for key, found in reward.columns.items()
+        }
+        return RowsTask(sets, cut, scorer, response_keys=keys, thinking_end=self.thinking_end, columns=columns)
 
     def check(self, *, sft_steps: int) -> None:
         for data in data_sets(self, self.sets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -47,6 +48,10 @@ class JsonlTaskConfig(TaskSection):
     @property
     def own_functions(self) -> tuple[str, ...]:
         return (self.reward,)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
 
     def open(self) -> JsonlTask:
         return JsonlTask(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Set
+from pathlib import Path
 from typing import Any, ClassVar
 
 from moerl.contract.ports import Task
@@ -48,6 +49,11 @@ class TaskSection(Section):
     @property
     def hub_sets(self) -> tuple[str, ...]:
         """Data sets of the hub that opening the task fetches into the cache."""
+        return ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files and folders of the user's that the keys name."""
         return ()
 
     @abstractmethod

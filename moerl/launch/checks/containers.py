@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moerl.config.hub_model import hub_model
+from moerl.config.rollouts import DumpsRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
@@ -56,10 +57,16 @@ def look_at_container(facts: Facts) -> str | Note:
             "run this on a machine of SLURM",
         )
     hidden = [str(path) for path in _read(facts.config) if not any(path.is_relative_to(each) for each in facts.shown)]
+    if facts.image is not None and not facts.image.exists():
+        return Note(
+            f"{facts.image}: cannot be seen from here",
+            "the image, at the same place on the nodes",
+            "nothing, if the nodes have it; otherwise correct container.image of the site file",
+        )
     if hidden:
         return Note(
             f"no mount of {facts.container} shows {', '.join(hidden)}",
-            "folders of the model and of the hub's cache inside of the container, at the same place",
+            "what the run reads, and the hub's cache, inside of the container, at the same place",
             "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if settings of"
             " the cluster mount them",
         )
@@ -67,12 +74,16 @@ def look_at_container(facts: Facts) -> str | Note:
 
 
 def _read(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Yields the folders, on the node, from which a run reads its model and data sets of the hub."""
+    """Yields the files and folders, on the node, from which a run reads models, data and dumps, and the hub's cache."""
     of_hub = hub_model(config.model)
     if of_hub is not None:
         yield of_hub.folder
     elif config.model.path is not None:
         yield Path(config.model.path).absolute()
+    own = [*config.task.files, *(scorer.tokenizer for scorer in config.scorers.values() if scorer.tokenizer)]
+    own += [] if config.model.tokenizer is None else [config.model.tokenizer]
+    own += [config.rollout.path] if isinstance(config.rollout, DumpsRolloutConfig) else []
+    yield from (path.absolute() for path in own)
     if config.task.hub_sets:
         home = environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
         yield Path(environment.get("HF_DATASETS_CACHE") or Path(home) / "datasets").absolute()

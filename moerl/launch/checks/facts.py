@@ -41,6 +41,8 @@ class Facts:
     """Container of the nodes' commands, for people; empty = none."""
     runtime: str = ""
     """Kind of the container: enroot, apptainer or pyxis; empty = none."""
+    image: Path | None = None
+    """Image of the container if it is a file or folder of the nodes; None = it is fetched, or there is none."""
     shown: tuple[Path, ...] = ()
     """Folders that the container shows at their own place."""
     python: str = ""
@@ -51,6 +53,9 @@ class Facts:
     """Environment variables that the site file sets for the job."""
     grace_seconds: float | None = None
     """Seconds between the signal to stop and the end of the run; None = no limit."""
+    disk_bytes: int | None = None
+    """Bytes of checkpoints that the disk of the run directory has room for, those that are there included; None = not
+    known."""
     disk_rate: float | None = None
     """Bytes per second of one writer at the run directory; None = not measured."""
     _task: Task | None = None

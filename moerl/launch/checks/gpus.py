@@ -59,8 +59,14 @@ def usable_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu] | str:
             return []
     except PackageNotFoundError:
         return []
-    gpus, visible = query_gpus(), environment.get("CUDA_VISIBLE_DEVICES")
-    if isinstance(gpus, str) or visible is None:
+    gpus = query_gpus()
+    return gpus if isinstance(gpus, str) else visible_gpus(gpus, environment)
+
+
+def visible_gpus(gpus: list[Gpu], environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Returns no more GPUs than CUDA_VISIBLE_DEVICES names; all if it is not set."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return gpus
     named = [each.strip() for each in visible.split(",")]
     # CUDA ends the list at the first entry that is no device.

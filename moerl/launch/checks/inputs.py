@@ -157,8 +157,6 @@ def look_at_environment(facts: Facts) -> str | Note:
     if facts.door == "dry run" and (facts.container or not environment.exists()):
         return _unseen_environment(facts, environment)
     device = device_of(environment)
-    patches = verify_installation(site_packages(environment))
-    check_server_args(environment, rollout.server_args)
     if device == "cuda" and facts.machine is not None and facts.machine.gpu_bytes is None:
         raise EngineError(
             "rollout.environment: made for GPUs, and the run has none",
@@ -167,6 +165,16 @@ def look_at_environment(facts: Facts) -> str | Note:
             remedy="moerl sglang install --device cpu --env DIR, and rollout.environment=DIR; on SLURM gpus_per_node of"
             " the site file asks for GPUs",
         )
+    if device == "cpu" and facts.machine is not None and facts.machine.gpu_bytes is not None:
+        raise EngineError(
+            "rollout.environment: made for CPUs, and the run has GPUs",
+            seen=f"{environment}: made for {device}",
+            expected="an environment of GPUs, or a run without any",
+            remedy="moerl sglang install --device cuda --env DIR, and rollout.environment=DIR; a run without GPUs:"
+            " CUDA_VISIBLE_DEVICES= moerl ..., on SLURM a site file without GPUs",
+        )
+    patches = verify_installation(site_packages(environment))
+    check_server_args(environment, rollout.server_args)
     return f"{environment}: sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
 
 

@@ -69,6 +69,13 @@ CHECKS = (
         room.look_at_hosts,
     ),
     RunCheck(
+        "room on the disk",
+        "checkpoints that are kept, and one more, at the run directory",
+        ("doctor", "dry run"),
+        "none",
+        room.look_at_disk,
+    ),
+    RunCheck(
         "time of a checkpoint",
         "bytes of a checkpoint and rate of the disk against the grace time of a signal; a note",
         ("doctor", "dry run"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moerl.config.checks import check_for_gpus
+from moerl.config.checks import LARGE_MODEL_PARAMETERS, check_for_gpus, describe_model
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     HOST,
@@ -22,7 +22,12 @@ from moerl.config.threads import cluster_cpus
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note
+from moerl.machine.memory import total_parameters
 
+LEAST_HOST_BYTES = 8 * 2**30
+"""Memory that every node has."""
+SPARE_SHARE = 1.5
+"""Room on the disk, as a multiple of the checkpoints, under which there is a note."""
 GRACE_SHARE = 0.8
 """Share of the seconds between SLURM's signal and the time limit that a run gets to commit."""
 
@@ -34,7 +39,7 @@ def look_at_devices(facts: Facts) -> str | Note:
     servers = config.rollout.own_devices if isinstance(config.rollout, SGLangRolloutConfig) else 0
     needed, text = trainer + servers, f"{trainer} ranks of the trainer, {servers} devices of servers"
     if gpus is None:
-        return f"{text}; GPUs are not known here" + (f": {facts.unknown}" if facts.unknown else "")
+        return _unknown(facts, f"{text}; GPUs are not known here" + (f": {facts.unknown}" if facts.unknown else ""))
     if gpus:
         if needed > gpus:
             raise ConfigError(
@@ -51,6 +56,12 @@ def look_at_devices(facts: Facts) -> str | Note:
         return Note(
             f"{facts.num_cores} cores for {text}", f"{needed} cores", "take fewer ranks, or a machine with more cores"
         )
+    if facts.door == "dry run" and total_parameters(describe_model(config)) >= LARGE_MODEL_PARAMETERS:
+        return Note(
+            f"{text}, on CPUs, with a model of billions of parameters",
+            "GPUs",
+            "set gpus_per_node in the site file (--site), as examples/slurm_one_node shows",
+        )
     return f"{text}, on CPUs"
 
 
@@ -65,13 +76,13 @@ def _check_cores_of_cluster(asked: int, num_cores: int) -> None:
         )
 
 
-def look_at_nodes(facts: Facts) -> str:
+def look_at_nodes(facts: Facts) -> str | Note:
     """Checks that each server finds its GPUs on one node."""
     rollout, machine = facts.config.rollout, facts.machine
     if not isinstance(rollout, SGLangRolloutConfig):
         return "the run starts no SGLang servers"
     if machine is None:
-        return f"not known here: {facts.unknown}"
+        return _unknown(facts, f"not known here: {facts.unknown}")
     if machine.gpu_bytes is None or not machine.gpus_per_node:
         return "the run is on CPUs" if machine.gpu_bytes is None else "GPUs of a node are not known here"
     # `moerl plan memory` does not know how many nodes there are.
@@ -81,10 +92,10 @@ def look_at_nodes(facts: Facts) -> str:
     return f"{rollout.servers} servers of {rollout.tensor} GPUs, each on one node of {machine.gpus_per_node}"
 
 
-def look_at_gpus(facts: Facts) -> str:
+def look_at_gpus(facts: Facts) -> str | Note:
     """Compares the fullest GPU of a rank with its memory."""
     if facts.machine is None:
-        return f"not known here: {facts.unknown}"
+        return _unknown(facts, f"not known here: {facts.unknown}")
     if facts.machine.gpu_bytes is None:
         return "the run is on CPUs"
     _raise(gpu_problem(facts.config, facts.machine))
@@ -96,18 +107,45 @@ def look_at_server(facts: Facts) -> str | Note:
     if not isinstance(facts.config.rollout, SGLangRolloutConfig):
         return "the run starts no SGLang servers"
     if facts.machine is None:
-        return f"not known here: {facts.unknown}"
+        return _unknown(facts, f"not known here: {facts.unknown}")
     _raise(server_problem(facts.config, facts.machine))
     limit, expected = concurrency_limit(facts.config, facts.machine), "room for all that run side by side"
     return expected if limit is None else Note(limit.seen, expected, limit.remedy)
 
 
-def look_at_hosts(facts: Facts) -> str:
+def look_at_hosts(facts: Facts) -> str | Note:
     """Compares the memory that the run needs on the fullest host with that host's memory."""
     if facts.machine is None:
-        return f"not known here: {facts.unknown}"
+        return _unknown(facts, f"not known here: {facts.unknown}")
     _raise(host_problem(facts.config, facts.machine))
-    return "; ".join(describe_places(facts, hosts=True))
+    lines = "; ".join(describe_places(facts, hosts=True))
+    is_large = places(facts.config, facts.machine)[-1].peak_bytes > LEAST_HOST_BYTES
+    if facts.door == "dry run" and facts.machine.host_bytes is None and is_large:
+        return Note(
+            lines,
+            "the memory of a node, to compare with",
+            "set memory in the site file (--site); nothing, if nodes have it: the job's `moerl doctor` looks",
+        )
+    return lines
+
+
+def look_at_disk(facts: Facts) -> str | Note:
+    """Compares the checkpoints that are kept, and one that is being written, with the room on the disk."""
+    if facts.disk_bytes is None:
+        return _unknown(facts, "the disk cannot be seen from here")
+    count = facts.config.checkpoint.keep + 1
+    needed = checkpoint_bytes(facts.config) * count
+    seen = f"{gib(facts.disk_bytes)} free or in checkpoints that are replaced, at {facts.config.run_dir}"
+    expected = f"{gib(needed)} for {count} checkpoints: those that are kept and one more"
+    remedy = "make room, choose run_dir on another disk, or keep fewer (checkpoint.keep)"
+    if facts.disk_bytes < needed and facts.door == "dry run" and not facts.fetches:
+        # This machine may be none of the cluster's.
+        return Note(seen, expected, f"{remedy}; a job is not submitted otherwise")
+    if facts.disk_bytes < needed:
+        raise ConfigError("run_dir: checkpoints do not fit the disk", seen=seen, expected=expected, remedy=remedy)
+    if facts.disk_bytes < SPARE_SHARE * needed:
+        return Note(seen, f"{SPARE_SHARE:g} times {expected}, for dumps, the journal and logs", remedy)
+    return seen
 
 
 def look_at_checkpoint_time(facts: Facts) -> str | Note:
@@ -146,6 +184,13 @@ def describe_places(facts: Facts, *, hosts: bool) -> list[str]:
 def _ranks(config: RunConfig) -> int:
     """Returns the ranks of the trainer."""
     return config.parallel.world_size if config.command in ("train", "sft") else 0
+
+
+def _unknown(facts: Facts, seen: str) -> str | Note:
+    """Returns what cannot be seen from here: a note, but to a run that starts, which will see it."""
+    if facts.door == "train":
+        return seen
+    return Note(seen, "something that can be looked at", "nothing: the run looks at it when it starts")
 
 
 def _raise(problem: ConfigError | None) -> None:

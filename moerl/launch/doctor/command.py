@@ -13,12 +13,12 @@ from rich.console import Console
 from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
-from moerl.config.run_memory import Machine, checkpoint_bytes
+from moerl.config.run_memory import Machine
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive, short_help
 from moerl.launch.checks.facts import Facts, host_bytes
-from moerl.launch.checks.gpus import Gpu, query_gpus
+from moerl.launch.checks.gpus import Gpu, query_gpus, visible_gpus
 from moerl.launch.checks.listed import look
 from moerl.launch.checks.outcome import Check, worst
 from moerl.launch.doctor import accelerators, machine, packages, servers, shared
@@ -94,12 +94,12 @@ def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: l
 
 def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
     """Looks at ports and disk, and, if the command line names a run, at what the run needs."""
-    # The checkpoints that are kept, and one more that is being written.
-    needed = None if config is None else float(checkpoint_bytes(config)) * (config.checkpoint.keep + 1)
-    found, rate = machine.machine_checks(_runs(options, config), options.port, needed)
+    found, rate = machine.machine_checks(_runs(options, config), options.port, has_run=config is not None)
     if config is None:
         return found
     facts = Facts("doctor", config, grace_seconds=config.checkpoint.grace_seconds, disk_rate=rate)
+    facts.disk_bytes = machine.room_for_checkpoints(_runs(options, config) / config.run_dir.name)
+    gpus = gpus if isinstance(gpus, str) else visible_gpus(gpus)
     if isinstance(gpus, str):
         facts.unknown = f"GPUs cannot be counted: {gpus}"
         return found + look(facts)

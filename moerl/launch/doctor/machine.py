@@ -65,9 +65,15 @@ def check_port(port: int, host: str = "127.0.0.1") -> Check:
     return green(AREA, f"port {port}", f"free on {host}")
 
 
-def check_room(folder: Path, needed_bytes: float | None = None) -> Check:
-    """Checks the room for checkpoints, journal and dumps at the folder of runs. needed_bytes: of a run, if one is
-    named."""
+def room_for_checkpoints(run_dir: Path) -> int:
+    """Returns the bytes that a run may have in checkpoints: those that are free, and those of the checkpoints that are
+    there, which new ones replace."""
+    there = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    return shutil.disk_usage(existing(run_dir)).free + there
+
+
+def check_room(folder: Path) -> Check:
+    """Checks the room for checkpoints, journal and dumps at the folder of runs, if no run is named."""
     name = "room for runs"
     usage = shutil.disk_usage(existing(folder))
     status = os.statvfs(existing(folder))
@@ -75,13 +81,8 @@ def check_room(folder: Path, needed_bytes: float | None = None) -> Check:
     remedy = "make room, or choose run_dir on another disk"
     if status.f_files and not status.f_favail:
         return Check(AREA, name, "red", f"{seen}, and no file more", "room for files", remedy)
-    if needed_bytes is not None:
-        expected = f"{needed_bytes / GIB:.1f} GiB for the checkpoints that are kept and one more"
-        level: Level = "red" if usage.free < needed_bytes else "yellow" if usage.free < 1.5 * needed_bytes else "green"
-        remedy += ", or keep fewer (checkpoint.keep)"
-    else:
-        expected = f"{ENOUGH_BYTES / GIB:.0f} GiB"
-        level = "red" if usage.free < LEAST_BYTES else "yellow" if usage.free < ENOUGH_BYTES else "green"
+    expected = f"{ENOUGH_BYTES / GIB:.0f} GiB"
+    level: Level = "red" if usage.free < LEAST_BYTES else "yellow" if usage.free < ENOUGH_BYTES else "green"
     return green(AREA, name, seen) if level == "green" else Check(AREA, name, level, seen, expected, remedy)
 
 
@@ -149,14 +150,15 @@ def judge_rate(name: str, bytes_per_second: float, slow: float, remedy: str) -> 
     return green(AREA, name, seen)
 
 
-def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | None) -> tuple[list[Check], float | None]:
+def machine_checks(folder: Path, ports: Sequence[int], *, has_run: bool) -> tuple[list[Check], float | None]:
     """Returns all looks at ports, disk, loopback and SLURM if it is here, and the rate of the disk as `check_disk`.
 
     Args:
         folder: folder where runs are written.
+        has_run: True if a run is named, whose own check looks at the room.
     """
     disk, rate = check_disk(folder)
-    room = [check_room(folder, needed_bytes), check_locks(folder), disk]
+    room = [*([] if has_run else [check_room(folder)]), check_locks(folder), disk]
     slurm = [] if shutil.which("srun") is None else [check_slurm(has_pyxis())]
     return [check_port_range(port_range()), *map(check_port, ports), *room, check_loopback(), *slurm], rate
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 from moerl.config.run_memory import GIB, Machine
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
-from moerl.launch.doctor.machine import disk_rate, existing
+from moerl.launch.doctor.machine import disk_rate, existing, room_for_checkpoints
 from moerl.launch.slurm.containers import shown_folders
 from moerl.launch.slurm.script import JobSettings, folders_of_job
 from moerl.launch.slurm.site import Site
@@ -43,26 +44,33 @@ def facts_of_job(config: RunConfig, job: JobSettings, site: Site, written: str, 
         "dry run",
         config,
         machine_of_job(job, site),
-        num_gpus=None if site.gres and not site.gpus_per_node else site.gpus_per_node * job.nodes,
+        num_gpus=None if site.node_gpus is None else site.node_gpus * job.nodes,
         num_cores=None if site.cpus_per_node is None else site.cpus_per_node * job.nodes,
-        unknown="gpus_per_node of the site file",
+        unknown="gpus_per_node of the site file does not say how many",
         fetches=fetches,
         container="" if site.container is None else f"the container {site.container.image}",
         runtime="" if site.container is None else site.container.runtime,
+        image=None if site.container is None else _image_file(site.container.image),
         shown=() if site.container is None else shown_folders(site.container, folders_of_job(job)),
         python="" if site.python in (None, sys.executable) else f"{site.python} on the node",
         as_written=written,
         node_variables=site.environment,
         grace_seconds=job.grace_seconds if grace is None else grace,
+        disk_bytes=room_for_checkpoints(job.run_dir),
         disk_rate=rate,
     )
 
 
+def _image_file(image: str) -> Path | None:
+    """Returns the place of an image that is a file or folder; None for one of a registry."""
+    return Path(image) if image.startswith("/") else None
+
+
 def machine_of_job(job: JobSettings, site: Site) -> Machine:
     """Returns the memory that a job gets: of GPUs if the site asks for any, of nodes if the site says it."""
-    has_gpus = bool(site.gpus_per_node or site.gres)
     host = None if site.memory is None else memory_bytes(site.memory)
-    return Machine(site.gpu_memory_gib * GIB if has_gpus else None, site.gpus_per_node, job.nodes, host)
+    gpu_bytes = None if site.node_gpus == 0 else site.gpu_memory_gib * GIB
+    return Machine(gpu_bytes, site.node_gpus or 0, job.nodes, host)
 
 
 def memory_bytes(text: str) -> int | None:

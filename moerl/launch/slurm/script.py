@@ -115,7 +115,7 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
         run_dir=job.run_dir,
         max_requeues=job.max_requeues,
         kill_seconds=int(KILL_SHARE * job.signal_seconds),
-        has_gpus=bool(site.gpus_per_node or site.gres),
+        has_gpus=site.node_gpus != 0,
         gpus_per_node=site.gpus_per_node,
         num_nodes=job.nodes,
         overrides=overrides,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from moerl.errors import ConfigError
 from moerl.reading import read_text
@@ -104,6 +104,27 @@ class Site(Section):
     modules: list[Word] = Field(default=[], description="Loaded with `module load` before anything else.")
     environment: dict[Variable, Line] = Field(default={}, description="Environment variables of the job.")
     sbatch: list[Option] = Field(default=[], description="More options of sbatch, each --NAME or --NAME=VALUE.")
+
+    @property
+    def node_gpus(self) -> int | None:
+        """GPUs of each node; None if `gres` has another name for them and `gpus_per_node` does not say it."""
+        if self.gpus_per_node or self.gres is None:
+            return self.gpus_per_node
+        return _gpus_of(self.gres)
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        named = None if self.gres is None else _gpus_of(self.gres)
+        if self.gpus_per_node and named not in (None, self.gpus_per_node):
+            raise ValueError(f"gres with as many GPUs as gpus_per_node = {self.gpus_per_node}, not {named}")
+        return self
+
+
+def _gpus_of(gres: str) -> int | None:
+    """Returns the GPUs that an option --gres asks for, such as gpu:h100:8,nvme:1; None if it names none."""
+    parts = [each.split("(")[0].split(":") for each in gres.split(",")]
+    counts = [int(part[-1]) if part[-1].isdecimal() else 1 for part in parts if part[0] == "gpu"]
+    return sum(counts) if counts else None
 
 
 def load_site(path: Path | None) -> Site:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ class RowsTask(DemonstrationTask, ChatTask):
         scorer: gives the rewards; closed with the task.
         response_keys: override that names the column of demonstrations, for errors.
         thinking_end: rewards see the text behind its last occurrence; None = all of a response.
+        columns: columns that rewards read in every row, by the key that names them.
     """
 
     open_vocabulary = True
@@ -41,7 +42,9 @@ class RowsTask(DemonstrationTask, ChatTask):
         *,
         response_keys: str,
         thinking_end: str | None = None,
+        columns: Mapping[str, Sequence[str]] = {},
     ) -> None:
+        self._columns = columns
         self._scorer, self._response_keys, self._thinking_end = scorer, response_keys, thinking_end
         found = [split_set(data, cut) for data in sets]
         self._notes = [each.describe() for each in found]
@@ -85,13 +88,33 @@ class RowsTask(DemonstrationTask, ChatTask):
         return self._problems[prompt.prompt_id].place
 
     def check(self, *, num_demonstrations: int) -> None:
-        """Checks that there are demonstrations, and a row at all. Raises `ConfigError`."""
+        """Checks that there are demonstrations, a row at all, and in every row what rewards read. Raises
+        `ConfigError`."""
         self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
         self._firsts()
+        for key, columns in self._columns.items():
+            for column in columns:
+                self._check_column(key, column)
+
+    def _check_column(self, key: str, column: str) -> None:
+        for split in SPLITS:
+            problems = self._of(split)
+            lacking = [each for each in problems if each.prompt.facts.get(column) is None]
+            if lacking:
+                names = ", ".join(map(repr, lacking[0].prompt.facts))
+                raise ConfigError(
+                    f"{key}: rows of the {split} split have no value in column {column!r}",
+                    seen=f"{len(lacking)} of {len(problems)}, first {lacking[0].place}, with {excerpt(names, 120)}",
+                    expected="a value in every row, or no sample of it has a reward",
+                    remedy="name another column, correct the rows, or leave them out by a filter on this column"
+                    " (task.filters), which no row without a value passes",
+                )
 
     def _firsts(self) -> list[Problem]:
-        """Returns the first problem of each split that has one. Raises `ConfigError` if no split has any."""
-        firsts = [each for split in SPLITS for each in self._of(split)[:1]]
+        """Returns the first problem of each split that has one, with a demonstration if there is any. Raises
+        `ConfigError` if no split has a problem."""
+        splits = [problems for split in SPLITS if (problems := self._of(split))]
+        firsts = [next((each for each in split if each.response is not None), split[0]) for split in splits]
         if not firsts:
             raise ConfigError(
                 "task: no row is left",
@@ -102,9 +125,12 @@ class RowsTask(DemonstrationTask, ChatTask):
         return firsts
 
     def try_rewards(self) -> None:
-        """Asks for the rewards of a demonstration, or of a dummy if there is none."""
-        firsts = self._firsts()
-        first = next((each for each in firsts if each.response is not None), firsts[0])
+        """Asks for the rewards of one response to a row of each split: of a demonstration, or of a dummy if the row has
+        none."""
+        for first in self._firsts():
+            self._try_rewards(first)
+
+    def _try_rewards(self, first: Problem) -> None:
         response = DUMMY_RESPONSE if first.response is None else first.response
         try:
             rewards = self._score(first.prompt, response).result()

@@ -18,7 +18,7 @@ from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
 from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, MakeChild
 from moerl.tasks.rewards.scorer import Rewards
-from moerl.tasks.rewards.section import JudgeReward
+from moerl.tasks.rewards.section import FIELD, JudgeReward
 from moerl.telemetry.terminal import excerpt
 
 MAX_ANSWER_BYTES = 1 << 22
@@ -166,7 +166,7 @@ class Judge:
             value = values[name]
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-        return re.sub(r"\{(\w+)\}", field, self._config.question)
+        return re.sub(FIELD, field, self._config.question)
 
     def _ask(self, question: str) -> str:
         pause = FIRST_PAUSE_SECONDS

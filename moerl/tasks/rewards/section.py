@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -39,6 +40,9 @@ def _is_address(url: str) -> str:
     return url
 
 
+FIELD = r"\{(\w+)\}"
+"""Place of a column in the question of a judge; prompt and response stand for these."""
+
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
 AnswerPattern = Annotated[str, Field(min_length=1), AfterValidator(_has_group)]
 
@@ -51,6 +55,18 @@ class RewardKeys(Section):
         default=2, description="Most processes, or requests to a judge, side by side; sampling waits for none of them."
     )
     timeout_seconds: Positive = Field(default=10.0, description="Longest time one call may take.")
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Columns that every row must have a value in, by the key that names them."""
+        column = getattr(self, "column", None)
+        return {} if column is None else {"column": (column,)}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that the keys name."""
+        found = (getattr(self, name, None) for name in ("file", "key_file"))
+        return tuple(each for each in found if each is not None)
 
 
 class ProcessKeys(RewardKeys):
@@ -149,6 +165,11 @@ class JudgeReward(RewardKeys):
     timeout_seconds: Positive = Field(default=60.0, description="Longest time of one request.")
     retries: CountOrZero = Field(default=3, description="Further requests if one fails.")
     budget: Count | None = Field(default=None, description="Most requests of one process of a run; null = no limit.")
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        asked = dict.fromkeys(re.findall(FIELD, self.question))
+        return {"question": tuple(name for name in asked if name not in ("prompt", "response"))}
 
 
 Reward = Annotated[

@@ -55,6 +55,28 @@ def test_a_model_that_no_mount_shows_is_a_note(tmp_path: Path) -> None:
     assert look_at_container(facts("enroot", *keys, shown=(tmp_path,))) == "the container a.sqsh shows what is read"
 
 
+def test_data_dumps_and_an_image_that_no_node_may_have_are_notes(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    keys = (
+        *("task=dataset", f"task.path='{data}'", "task.rewards.form.kind=json", "task.rewards.form.file=/forms/a.json"),
+        *("sft.steps=0", "rollout=dumps", f"rollout.path='{tmp_path / 'dumps'}'"),
+    )
+    hidden = look_at_container(facts("enroot", *keys))
+    assert isinstance(hidden, Note)
+    for path in (data, tmp_path / "dumps", "/forms/a.json"):
+        assert str(path) in hidden.seen
+    own = ("task=jsonl", f"task.path='{data}'", "task.reward=mine:f")
+    assert isinstance(look_at_container(facts("enroot", *own)), Note)
+    assert isinstance(look_at_container(facts("enroot", *own, shown=(tmp_path,))), str)
+    of_no_node = facts("enroot", *own, shown=(tmp_path,))
+    of_no_node.image = tmp_path / "moerl.sqsh"
+    missing = look_at_container(of_no_node)
+    assert isinstance(missing, Note)
+    assert missing.seen == f"{tmp_path / 'moerl.sqsh'}: cannot be seen from here"
+    of_no_node.image.touch()
+    assert isinstance(look_at_container(of_no_node), str)
+
+
 def test_a_run_without_a_container_is_not_looked_at() -> None:
     assert look_at_container(Facts("dry run", load_plan(["recipe=tiny"]))) == "commands run on the nodes themselves"
 

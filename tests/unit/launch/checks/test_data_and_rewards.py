@@ -79,6 +79,9 @@ def segfault(row, response):
 def missing(row, response):
     return {"score": 1.0}
 
+def needs_answer(row, response):
+    return float(row["answer"] == response)
+
 def echo(row, response):
     raise RuntimeError(f"tried on {row['prompt']!r} and {response!r}")
 """
@@ -149,6 +152,21 @@ def test_a_mistake_in_a_reward_function_is_named_with_its_line_and_row(
 def test_a_reward_function_is_tried_on_a_dummy_where_there_is_no_demonstration(refusal: Callable[..., str]):
     said = refusal("echo", [{"prompt": f"say {i}"} for i in range(60)])
     assert "tried on 'say N' and 'This text tries the reward function; no model wrote it.'" in said
+
+
+def test_a_reward_function_is_tried_on_a_row_of_every_split(refusal: Callable[..., str], tmp_path: Path):
+    rows = [{**row, "answer": row["response"]} for row in ROWS]
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [task] = [load_config([*JSONL, f"task.path={path}"], command="train").task.open()]
+    with closing(task):
+        held_out = {prompt.text for prompt in task.prompts("heldout", 2)}
+    for row in rows:
+        if row["prompt"] in held_out:
+            del row["answer"]
+    first = next(row["prompt"] for row in rows if row["prompt"] in held_out)
+    said = refusal("needs_answer", rows)
+    assert "KeyError: 'answer'" in said, (said, first)
 
 
 def test_a_command_says_so_before_it_loads_torch_or_leaves_anything(

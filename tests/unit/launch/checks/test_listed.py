@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from asked_commands import ALL, Ask, Broken
 
+from moerl.config.load import load_config, load_plan
+from moerl.config.run_memory import Machine, checkpoint_bytes
+from moerl.errors import ConfigError
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import Note
 from moerl.launch.checks.listed import CHECKS, table
+from moerl.launch.checks.room import look_at_devices, look_at_disk, look_at_hosts
 from moerl.launch.doctor import machine
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 
@@ -92,6 +98,9 @@ BROKEN = {
     "a reward that raises": Broken((*JSONL, "task.reward=my_rewards:raises"), "KeyError: 'answre'"),
     "a reward that is no number": Broken((*JSONL, "task.reward=my_rewards:text"), "not a number: '1.0'"),
     "a column of a reward that no row has": Broken((*SET, *EXACT, "task.rewards.right.column=solution"), "'solution'"),
+    "rows without a value in the column of a reward": Broken(
+        (*SET, *EXACT, "task.path=half.jsonl"), "split have no value in column 'answer'"
+    ),
     # Dumps.
     "no such dumps": Broken((*DUMPS, "rollout.path=nowhere"), "DUMP: no rollouts", ("train", "doctor")),
     "dumps without groups": Broken((*DUMPS, "rollout.path=ungrouped.jsonl"), "rollouts without a group"),
@@ -115,7 +124,8 @@ BROKEN = {
         r"0.5.99",
         spoil=lambda folder: release(folder).rename(release(folder).with_name("sglang-0.5.99.dist-info")),
     ),
-    "an environment of GPUs on CPUs": Broken(SERVED, "made for", spoil=made_for_gpus),
+    "an environment of GPUs on CPUs": Broken(SERVED, "made for GPUs", spoil=made_for_gpus),
+    "an environment of CPUs on GPUs": Broken((*SERVED, "rollout.servers=1"), "made for CPUs", gpus=2),
     "a relative environment in a container": Broken(
         ("recipe=tiny", "rollout=sglang"),
         "servers run in a container",
@@ -139,6 +149,12 @@ BROKEN = {
     "fewer GPUs than ranks": Broken(("recipe=tiny", "parallel.tensor=2"), "needs more GPUs than it gets", gpus=1),
     "fewer GPUs than ranks and servers": Broken(
         ("recipe=tiny", "rollout=sglang", "rollout.servers=2", ENV), "needs more GPUs than it gets", gpus=2
+    ),
+    "fewer GPUs in gres than ranks": Broken(
+        ("recipe=tiny", "parallel.tensor=2"),
+        "needs more GPUs than it gets",
+        ("dry run",),
+        site={"gres": "gpu:h100:1,nvme:1"},
     ),
     "shared prompts on a GPU": Broken(
         ("recipe=tiny", "trainer.share_prompts=true"), "cannot be shared on a GPU", gpus=1
@@ -168,6 +184,7 @@ BROKEN = {
         (*APART, "rollout.memory_share=0.3"), "rollout.tensor: the weights of a server", ALL, gpus=24
     ),
     "a host that does not hold a checkpoint": Broken(APART, "memory of a host", ALL, gpus=24, host_gib=256),
+    "a disk that does not hold the checkpoints": Broken(APART, "room on the disk", ("doctor",), gpus=24, disk_gib=512),
     "a pool that does not hold a response": Broken(
         (*APART, "rollout.max_pool_tokens=4096"), "rollout.max_pool_tokens: the pool", ALL, gpus=24
     ),
@@ -210,6 +227,47 @@ def test_what_can_work_is_green_everywhere(good: Broken, ask: Ask) -> None:
         ask("train", good)
 
 
+def test_a_disk_without_room_is_a_note_of_a_dry_run_and_no_job_is_submitted(ask: Ask) -> None:
+    status, text = ask("dry run", Broken(JSONL, "", disk_gib=0))
+    assert status == 0, text
+    assert "note: room on the disk: 0.0 GiB free" in text
+    config = load_config(JSONL, command="train")
+    needed = 3 * checkpoint_bytes(config)
+    full, tight, wide = (Facts("dry run", config, fetches=True, disk_bytes=int(s * needed)) for s in (0.9, 1.1, 1.6))
+    with pytest.raises(ConfigError, match="run_dir: checkpoints do not fit the disk"):
+        look_at_disk(full)
+    assert isinstance(look_at_disk(tight), Note)
+    assert isinstance(look_at_disk(wide), str)
+
+
+def test_a_job_of_a_large_model_that_may_have_no_gpus_gets_a_note(files: Path) -> None:
+    config = load_plan([*APART, f"model.path='{files / 'big'}'"])
+    none, unknown, all_of_them = (look_at_devices(Facts("dry run", config, num_gpus=n)) for n in (0, None, 24))
+    assert isinstance(none, Note)
+    assert "16 ranks of the trainer, 8 devices of servers, on CPUs" in none.seen
+    assert isinstance(unknown, Note)
+    assert all_of_them == "24 GPUs for 16 ranks of the trainer, 8 devices of servers"
+    small = load_plan(["recipe=tiny"])
+    assert isinstance(look_at_devices(Facts("dry run", small, num_gpus=0)), str)
+    assert isinstance(look_at_devices(Facts("train", config)), str), "the run itself will see"
+
+
+def test_memory_of_nodes_that_is_not_known_is_a_note(files: Path) -> None:
+    large = load_plan([*APART, f"model.path='{files / 'big'}'"])
+    found = look_at_hosts(Facts("dry run", large, Machine(80 * 2**30, 8, 3)))
+    assert isinstance(found, Note)
+    assert "its memory is not known" in found.seen
+    assert isinstance(look_at_hosts(Facts("dry run", large, Machine(80 * 2**30, 8, 3, 4096 * 2**30))), str)
+    assert isinstance(look_at_hosts(Facts("dry run", load_plan(["recipe=tiny"]), Machine(None, 0, 1))), str)
+
+
+def test_doctor_counts_the_gpus_that_a_run_would_see(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    status, text = ask("doctor", Broken(("recipe=tiny", "parallel.tensor=2"), "", gpus=2))
+    assert status == 1
+    assert "the run needs more GPUs than it gets" in text
+
+
 def test_what_a_login_node_cannot_see_is_said_by_name(ask: Ask) -> None:
     container: dict[str, object] = {"container": {"runtime": "apptainer", "image": "moerl.sif"}}
     keys = (*JSONL, "rollout=sglang", "rollout.environment=/opt/moerl/env")
@@ -239,7 +297,7 @@ def test_a_checkpoint_that_takes_longer_than_the_grace_time_is_a_note_with_what_
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moerl.launch.slurm.facts.disk_rate", lambda _: 1e3)
-    monkeypatch.setattr(machine, "machine_checks", lambda *_: ([], 1e3))
+    monkeypatch.setattr(machine, "machine_checks", lambda *_, **__: ([], 1e3))
     status, text = ask("dry run", Broken(JSONL, ""))
     assert status == 0
     found = re.search(

@@ -23,10 +23,10 @@ from moerl.launch.doctor.machine import (
     check_loopback,
     check_port,
     check_port_range,
-    check_room,
     judge_rate,
     machine_checks,
     port_range,
+    room_for_checkpoints,
 )
 
 
@@ -49,7 +49,7 @@ def file_limit(num_bytes: int) -> Iterator[None]:
 
 
 def test_this_machine_has_no_fault_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    found, rate = machine_checks(tmp_path / "runs" / "one", [], 1.0)
+    found, rate = machine_checks(tmp_path / "runs" / "one", [], has_run=False)
     assert rate is not None
     assert rate > 0
     assert [check for check in found if check.level == "red"] == []
@@ -70,12 +70,13 @@ def test_few_ports_to_give_out_are_a_note() -> None:
     assert check_port_range(port_range()).level == "green"
 
 
-def test_room_that_a_run_does_not_have_is_a_fault(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    found = check_room(tmp_path, 2.0 * free)
-    assert found.level == "red"
-    assert "checkpoint.keep" in found.remedy
-    assert check_room(tmp_path, 0.5 * free).level == "green"
+def test_checkpoints_that_new_ones_replace_count_as_room(tmp_path: Path) -> None:
+    old = tmp_path / "run" / "checkpoints" / "rl-000001" / "rank-0.bin"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(3 << 20))
+    others = shutil.disk_usage(tmp_path).free
+    assert room_for_checkpoints(tmp_path / "run") - others == pytest.approx(3 << 20, abs=1 << 20)
+    assert room_for_checkpoints(tmp_path / "none") == pytest.approx(others, abs=64 << 20)
 
 
 ON_A_SMALL_DISK = """
