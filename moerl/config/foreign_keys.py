@@ -27,11 +27,15 @@ VERL = {
     f"{_ACTOR}.loss_agg_mode": "algorithm.reduction",
     f"{_ACTOR}.megatron.tensor_model_parallel_size": "parallel.tensor",
     f"{_ACTOR}.megatron.pipeline_model_parallel_size": "parallel.pipeline",
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
     f"{_ACTOR}.megatron.context_parallel_size": "parallel.context",
     f"{_ACTOR}.megatron.expert_model_parallel_size": "parallel.expert",
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": "parallel.expert_tensor",
     f"{_ACTOR}.megatron.override_transformer_config": "trainer.megatron",
     f"{_ACTOR}.megatron.optimizer_offload": "trainer.optimizer_offload",
+    f"{_ACTOR}.megatron.param_offload": "trainer.sleep",
+    f"{_ACTOR}.fsdp_config.optimizer_offload": "trainer.optimizer_offload",
+    f"{_ACTOR}.fsdp_config.param_offload": "trainer.sleep",
     f"{_ROLLOUT}.n": "rl.group_size",
     f"{_ROLLOUT}.name": "rollout",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
@@ -43,11 +47,25 @@ VERL = {
     f"{_ROLLOUT}.expert_parallel_size": "rollout.expert",
     f"{_ROLLOUT}.gpu_memory_utilization": "rollout.memory_share",
     f"{_ROLLOUT}.engine_kwargs.sglang": "rollout.server_args",
+    f"{_ROLLOUT}.val_kwargs.temperature": "evaluation.temperature",
+    f"{_ROLLOUT}.val_kwargs.top_p": "evaluation.top_p",
+    f"{_ROLLOUT}.val_kwargs.n": "evaluation.samples",
     "algorithm.adv_estimator": "algorithm",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
     "algorithm.use_kl_in_reward": "algorithm.kl_in",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_std",
     "custom_reward_function.path": "task.reward",
+    **{
+        f"{place}.{name}": ours
+        for place in ("reward.reward_kwargs", "reward_model.reward_kwargs")
+        for name, ours in {
+            "overlong_buffer_cfg": "algorithm.overlong_buffer",
+            "overlong_buffer_cfg.penalty_factor": "algorithm.overlong_factor",
+            "max_resp_len": "algorithm.overlong_limit",
+        }.items()
+    },
+    "reward_model.overlong_buffer": "algorithm.overlong_buffer",
+    "reward_model.overlong_buffer.penalty_factor": "algorithm.overlong_factor",
     "trainer.total_training_steps": "rl.steps",
     "trainer.total_epochs": "rl.steps",
     "trainer.save_freq": "checkpoint.every",
@@ -64,6 +82,8 @@ SLIME = {
     "--hf-checkpoint": "model.path",
     "--prompt-data": "task.path",
     "--input-key": "task.prompt_key",
+    "--label-key": "task.rewards.answer.column",
+    "--rm-type": "task.rewards.answer.kind",
     "--custom-rm-path": "task.reward",
     "--num-rollout": "rl.steps",
     "--rollout-batch-size": "rl.prompts_per_step",
@@ -78,6 +98,7 @@ SLIME = {
     "--rollout-top-k": "rollout.top_k",
     "--rollout-num-gpus-per-engine": "rollout.tensor",
     **dict.fromkeys(("--sglang-ep-size", "--sglang-expert-parallel-size"), "rollout.expert"),
+    "--sglang-mem-fraction-static": "rollout.memory_share",
     "--colocate": "rollout.placement",
     "--max-tokens-per-gpu": "trainer.microbatch_tokens",
     "--advantage-estimator": "algorithm",
@@ -87,12 +108,19 @@ SLIME = {
     "--kl-coef": "algorithm.kl_coef",
     "--kl-loss-coef": "algorithm.kl_coef",
     "--entropy-coef": "algorithm.entropy_coef",
+    "--use-tis": "algorithm.importance",
     "--tis-clip": "algorithm.importance_cap",
+    "--tis-clip-low": "algorithm.importance_floor",
     "--opsm-delta": "algorithm.opsm_delta",
     "--custom-loss-function-path": "algorithm.loss",
     "--use-rollout-routing-replay": "keep_routing.mode",
     "--lr": "optimizer.lr",
+    "--weight-decay": "optimizer.weight_decay",
+    "--adam-beta1": "optimizer.beta1",
+    "--adam-beta2": "optimizer.beta2",
+    "--adam-eps": "optimizer.eps",
     "--clip-grad": "optimizer.clip_grad",
+    **dict.fromkeys(("--recompute-granularity", "--recompute-method", "--recompute-num-layers"), "trainer.recompute"),
     "--tensor-model-parallel-size": "parallel.tensor",
     "--pipeline-model-parallel-size": "parallel.pipeline",
     "--context-parallel-size": "parallel.context",
@@ -117,6 +145,10 @@ TRL = {
     "dataset_name": "task.hub",
     "num_generations": "rl.group_size",
     "max_completion_length": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
     "max_steps": "rl.steps",
     "beta": "algorithm.kl_coef",
     "epsilon": "algorithm.clip_low",
@@ -124,6 +156,9 @@ TRL = {
     "delta": "algorithm.dual_clip",
     "scale_rewards": "algorithm.normalize_std",
     "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_ratio": "optimizer.warmup_steps",
     "lr_scheduler_type": "optimizer.schedule",
     "max_grad_norm": "optimizer.clip_grad",
     "gradient_checkpointing": "trainer.recompute",
@@ -141,14 +176,18 @@ FOREIGN_KEYS = {"verl": VERL, "slime": SLIME, "TRL": TRL}
 
 
 def counterpart(name: str) -> tuple[str, str] | None:
-    """Returns the trainer that has a key or option of this name, and our key; None if none has. A key inside a mapping
-    counts as the key that holds the mapping; options are found with and without dashes."""
+    """Returns the trainers that have a key or option of this name, joined by "and", and our key; None if none has. A
+    key inside a mapping counts as the key that holds the mapping; options are found with and without dashes."""
     path = name.partition("=")[0]
     while path:
-        for trainer, keys in FOREIGN_KEYS.items():
-            known = {_plain(each): ours for each, ours in keys.items()}
-            if _plain(path) in known:
-                return trainer, known[_plain(path)]
+        found = {
+            trainer: ours
+            for trainer, keys in FOREIGN_KEYS.items()
+            for each, ours in keys.items()
+            if _plain(path) == _plain(each)
+        }
+        if found:
+            return " and ".join(found), next(iter(found.values()))
         path = path.rpartition(".")[0]
     return None
 

@@ -1,15 +1,18 @@
 """Settings that are passed on to SGLang's servers and to Megatron as they are; names that moerl sets are refused.
 
-Pure; any process. The processes that have a library check that it knows a name: one in the servers' environment before
-a run starts (`moerl.rollout.sglang.server_args`), and each rank of the trainer (`moerl.trainer.provider`).
+Pure; any process. Names of Megatron's settings are in a list (`moerl.config.megatron_names`), so that any other is
+refused here. SGLang knows its own: a process in the servers' environment asks it before a run starts
+(`moerl.rollout.sglang.server_args`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
+from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
@@ -21,71 +24,59 @@ SERVER_KEYS = {
     **dict.fromkeys(("model_path", "model", "tokenizer_path"), "model.path"),
     **dict.fromkeys(("tp_size", "tensor_parallel_size"), "rollout.tensor"),
     **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "rollout.expert"),
+    **dict.fromkeys(("dp_size", "data_parallel_size"), "rollout.servers"),
     "dtype": "rollout.dtype",
     "max_running_requests": "rollout.max_running",
     "max_total_tokens": "rollout.max_pool_tokens",
     "mem_fraction_static": "rollout.memory_share",
     "device": "rollout.environment",
-    **dict.fromkeys(("base_gpu_id", "enable_memory_saver"), "rollout.placement"),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "enable_memory_saver"), "rollout.placement"),
 }
 """Arguments of SGLang's servers, under all their names, and the key that sets each."""
 
 _ADDRESS = "a server of a run listens on a private address and a free port, with keys of its own"
 _ONE_MACHINE = "a server's ranks are on one machine, and meet in a file"
+_TENSOR = (
+    "a server's ranks are those of rollout.tensor, one on each of its GPUs; no other split of a model is supported"
+)
 _CONTRACT = "rollouts need it as it is"
 _EXPERTS = "experts stay on the ranks that loaded them, one copy of each: weight updates and checksums count on it"
+_WHOLE = "a server computes whole responses by itself"
+_DRAFTS = "speculative decoding returns no kept sets"
+_CACHE = "hits of a cache beyond the GPU's return wrong routing rows"
 SERVER_FIXED = {
     **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
+    **dict.fromkeys(("grpc_mode", "smg_grpc_mode", "grpc_port", "sidecar"), _ADDRESS),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), _ADDRESS),
     **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nccl_port", "nnodes", "node_rank"), _ONE_MACHINE),
+    **dict.fromkeys(("use_ray", "gated_launch_port"), _ONE_MACHINE),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "dwdp_size"), _TENSOR),
+    **dict.fromkeys(("attn_cp_size", "attention_context_parallel_size", "enable_prefill_cp"), _TENSOR),
+    **dict.fromkeys(("dcp_size", "decode_context_parallel_size"), _TENSOR),
+    **dict.fromkeys(("moe_dp_size", "moe_data_parallel_size", "moe_dense_tp_size", "shared_experts_tp_size"), _TENSOR),
+    **dict.fromkeys(("enable_dp_attention", "attn_dp_size", "attention_data_parallel_size"), _TENSOR),
+    **dict.fromkeys(("enable_dp_lm_head", "enable_dense_mlp_attn_tp", "enable_shared_experts_attn_tp"), _TENSOR),
     **dict.fromkeys(("enable_return_routed_experts", "sampling_backend", "sampling_mask_max_tokens"), _CONTRACT),
     **dict.fromkeys(("enable_eplb", "init_expert_location", "ep_num_redundant_experts"), _EXPERTS),
-    **dict.fromkeys(("ep_dispatch_algorithm", "elastic_ep_backend"), _EXPERTS),
+    **dict.fromkeys(("ep_dispatch_algorithm", "enable_elastic_expert_backup", "max_ep_size"), _EXPERTS),
+    **dict.fromkeys(("enable_multi_layer_eagle", "spec_trace_dir", "uno_lora_path"), _DRAFTS),
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_hicache", "enable_lmcache", "enable_flexkv"), _CACHE),
+    **dict.fromkeys(("radix_cache_backend", "enable_unified_cache_external_linker"), _CACHE),
     **dict.fromkeys(("skip_tokenizer_init", "skip_server_warmup"), "servers get and give token ids"),
     "json_model_override_args": "it bounds the ids that are sampled",
     "weight_version": "it is the policy version",
     "log_level_http": "a line for each request takes a tenth of a server's time",
     "config": "the arguments are in such a file already",
 }
-"""Arguments of SGLang's servers that no key sets, and why moerl does."""
+"""Arguments of SGLang's servers that no key sets, and why they cannot be passed on. A release need not have all."""
 
-MEGATRON_KEYS = {
-    "tensor_model_parallel_size": "parallel.tensor",
-    "sequence_parallel": "parallel.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "pipeline_model_parallel_layout": "parallel.pipeline",
-    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
-    "context_parallel_size": "parallel.context",
-    "expert_model_parallel_size": "parallel.expert",
-    "expert_tensor_parallel_size": "parallel.expert_tensor",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"), "model.dtype"),
-    "deterministic_mode": "trainer.deterministic",
-    **dict.fromkeys(
-        (f"recompute_{n}" for n in ("granularity", "method", "num_layers", "modules")), "trainer.recompute"
-    ),
-    **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), "rl.moe_aux_loss_coef"),
-    "moe_router_bias_update_rate": "trainer.expert_bias",
+SERVER_PREFIXES = {
+    **dict.fromkeys(("speculative_", "decoupled_spec_"), _DRAFTS),
+    "hicache_": _CACHE,
+    **dict.fromkeys(("elastic_ep_", "eplb_"), _EXPERTS),
+    "disaggregation_": _WHOLE,
 }
-"""Settings of Megatron, and the key that sets each."""
-
-_MODEL = "the model's config.json says it"
-_LOSS = "the loss, its denominators and the scores of rollouts rest on it"
-_LENGTHS = "packed microbatches differ in length"
-MEGATRON_FIXED = {
-    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"), _MODEL),
-    **dict.fromkeys(("num_query_groups", "kv_channels", "num_moe_experts", "moe_ffn_hidden_size"), _MODEL),
-    **dict.fromkeys(("moe_layer_freq", "moe_shared_expert_intermediate_size", "mtp_num_layers"), _MODEL),
-    **dict.fromkeys(("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _MODEL),
-    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_score_function", "rotary_percent"), _MODEL),
-    **dict.fromkeys(("moe_router_enable_expert_bias", "transformer_layer_spec"), _MODEL),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "attention_softmax_in_fp32"), _LOSS),
-    **dict.fromkeys(("calculate_per_token_loss", "moe_z_loss_coeff", "moe_router_dtype", "moe_router_fusion"), _LOSS),
-    **dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "no_sync_func"), _LOSS),
-    **dict.fromkeys(("grad_sync_func", "param_sync_func"), _LOSS),
-    **dict.fromkeys(("variable_seq_lengths", "batch_p2p_comm"), _LENGTHS),
-    **dict.fromkeys(("should_pad_vocab", "make_vocab_size_divisible_by"), "ids that are never sampled are left out"),
-    "gradient_accumulation_fusion": "it follows from what is installed",
-}
-"""Settings of Megatron that no key sets, and why moerl does."""
+"""Beginnings of the names of more such arguments, and why."""
 
 
 def passed_on(config: RunConfig) -> dict[str, Mapping[str, Any]]:
@@ -102,22 +93,40 @@ def passed_on_notes(config: RunConfig) -> list[str]:
 
 
 def check_passed_on(config: RunConfig) -> None:
-    """Raises `ConfigError` for a name that moerl sets."""
-    tables = {SERVER_ARGS: (SERVER_KEYS, SERVER_FIXED), MEGATRON: (MEGATRON_KEYS, MEGATRON_FIXED)}
-    for path, passed in passed_on(config).items():
-        keys, fixed = tables[path]
-        for name, value in passed.items():
-            if name in keys:
-                raise ConfigError(
-                    f"{path}.{name}: has a key of its own",
-                    seen=value,
-                    expected=keys[name],
-                    remedy=f"leave it away and set {keys[name]}",
-                )
-            if name in fixed:
-                raise ConfigError(
-                    f"{path}.{name}: set by moerl",
-                    seen=value,
-                    expected=f"no value: {fixed[name]}",
-                    remedy="leave it away",
-                )
+    """Checks the names of what a run passes on.
+
+    Raises:
+        ConfigError: moerl sets it, the model decides it, or Megatron has no such setting.
+    """
+    passed = passed_on(config)
+    for name, value in passed.get(SERVER_ARGS, {}).items():
+        _refuse_set(f"{SERVER_ARGS}.{name}", value, SERVER_KEYS.get(name), fixed_argument(name))
+    for name, value in passed.get(MEGATRON, {}).items():
+        path = f"{MEGATRON}.{name}"
+        _refuse_set(path, value, MEGATRON_KEYS.get(name), MEGATRON_FIXED.get(name))
+        if name not in MEGATRON_OPEN:
+            near = get_close_matches(name, (*MEGATRON_OPEN, *MEGATRON_KEYS, *MEGATRON_FIXED), n=1)
+            raise ConfigError(
+                f"{path}: not known as a setting of Megatron",
+                seen=value,
+                expected="a name that MEGATRON_OPEN in moerl/config/megatron_names.py lists",
+                remedy=f"did you mean {near[0]}?" if near else "leave it away",
+            )
+
+
+def fixed_argument(name: str) -> str | None:
+    """Returns why an argument of SGLang's servers cannot be passed on; None if no rule but `SERVER_KEYS` refuses it."""
+    prefixes = (why for prefix, why in SERVER_PREFIXES.items() if name.startswith(prefix))
+    return SERVER_FIXED.get(name) or next(prefixes, None)
+
+
+def _refuse_set(path: str, value: object, key: str | None, why: str | None) -> None:
+    """Raises `ConfigError` if there is a key, or a reason why not."""
+    if key is not None:
+        raise ConfigError(
+            f"{path}: has a key of its own", seen=value, expected=key, remedy=f"leave it away and set {key}"
+        )
+    if why is not None:
+        raise ConfigError(
+            f"{path}: cannot be passed on", seen=value, expected=f"no value: {why}", remedy="leave it away"
+        )

@@ -36,7 +36,7 @@ def _meant_by(option: str, otherwise: str) -> str:
     foreign = counterpart(option)
     if foreign is not None:
         trainer, ours = foreign
-        return f"{trainer} has such an option; here it is {ours}=VALUE; {otherwise}"
+        return f"an option of {trainer}; here it is {ours}=VALUE; {otherwise}"
     return f"keys have no dashes, as in recipe=laptop; {otherwise}" if option.startswith("--") else otherwise
 
 

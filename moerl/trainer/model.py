@@ -22,7 +22,7 @@ from moerl.models.description import ModelDescription
 from moerl.models.trainable import refuse_untrainable
 from moerl.trainer import attention, balance, platform, tensors, transfers
 from moerl.trainer.bridge import import_bridge, quiet
-from moerl.trainer.provider import passed_on, provider_settings
+from moerl.trainer.provider import finalize, passed_on, provider_settings
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -94,7 +94,7 @@ class PolicyModel:
                     remedy="install the megatron-core and megatron-bridge versions that `make setup` pins",
                 )
             setattr(provider, name, value)
-        provider.finalize()
+        finalize(provider, options.megatron)
         self.config: Any = provider
         self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.layout.dims.virtual_pipeline)]
         balance.install(self.chunks)

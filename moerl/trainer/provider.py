@@ -79,6 +79,28 @@ def passed_on(passed: Mapping[str, Any], settings: Mapping[str, Any], provider: 
     return passed
 
 
+def finalize(provider: Any, passed: Mapping[str, Any]) -> None:
+    """Has the provider check and complete its settings.
+
+    Args:
+        provider: with all settings. passed: `trainer.megatron`, which is among them.
+
+    Raises:
+        ConfigError: it refuses them, and some were passed on.
+    """
+    try:
+        provider.finalize()
+    except (AssertionError, TypeError, ValueError) as error:
+        if not passed:
+            raise
+        raise ConfigError(
+            "trainer.megatron: Megatron refuses these settings, or these together with those of the run",
+            seen=dict(passed),
+            expected=f"settings for which this holds: {error}",
+            remedy="change them or leave them away",
+        ) from error
+
+
 def _layer_spec(family: Family) -> Callable[..., Any]:
     """Returns the spec of this platform's layers, with the family's own attention if it has one."""
 

@@ -89,7 +89,7 @@ def test_the_option_of_hydra_that_shows_a_configuration_is_answered_with_ours(
 
 def test_an_option_of_another_trainer_is_answered_with_our_key(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["train", "--rollout-batch-size", "8"]) == 2
-    assert "slime has such an option; here it is rl.prompts_per_step=VALUE" in capsys.readouterr().err
+    assert "an option of slime; here it is rl.prompts_per_step=VALUE" in capsys.readouterr().err
     assert cli.main(["train", "--no-such-option", "8"]) == 2
     assert "keys have no dashes" in capsys.readouterr().err
 

@@ -10,14 +10,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from moerl.config.passed_on import SERVER_ARGS, SERVER_FIXED, SERVER_KEYS
+from moerl.config.passed_on import SERVER_ARGS, SERVER_KEYS, fixed_argument
 from moerl.errors import EngineError
 from moerl.rollout.sglang.install import server_arguments
 
 
 def check_server_args(environment: Path, passed: Mapping[str, Any]) -> None:
-    """Checks that the release has arguments of these names, and that none of them is another name of one that moerl
-    sets. Takes seconds: the environment's interpreter imports SGLang.
+    """Checks that the release has arguments of these names, and that none of them is another name of one that is
+    refused. Takes seconds: the environment's interpreter imports SGLang.
 
     Raises:
         EngineError: it has not, or one is; or the arguments cannot be listed.
@@ -25,7 +25,7 @@ def check_server_args(environment: Path, passed: Mapping[str, Any]) -> None:
     if not passed:
         return
     known = server_arguments(environment)
-    ours = {known[name]: name for name in (*SERVER_KEYS, *SERVER_FIXED) if name in known}
+    refused = {field: name for name, field in known.items() if name in SERVER_KEYS or fixed_argument(name)}
     for name, value in passed.items():
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -35,9 +35,9 @@ def check_server_args(environment: Path, passed: Mapping[str, Any]) -> None:
                 expected="one that `python -m sglang.launch_server --help` lists, with underscores",
                 remedy=f"did you mean {near[0]}?" if near else "leave it away",
             )
-        if known[name] in ours:
+        if known[name] in refused:
             raise EngineError(
-                f"{SERVER_ARGS}.{name}: another name of {ours[known[name]]}, which moerl sets",
+                f"{SERVER_ARGS}.{name}: another name of {refused[known[name]]}, which cannot be passed on",
                 seen=value,
                 expected="no value",
                 remedy="leave it away",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import yaml
 from moerl.cli import main
 from moerl.config.checks import config_notes
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_resolved
-from moerl.config.passed_on import MEGATRON_FIXED, MEGATRON_KEYS, SERVER_FIXED, SERVER_KEYS
+from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN
+from moerl.config.passed_on import SERVER_FIXED, SERVER_KEYS, check_passed_on
 from moerl.config.reference import is_known
 from moerl.config.schema import RunConfig
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -71,17 +74,84 @@ def test_a_setting_of_megatron_that_a_key_sets_is_refused_with_the_key(name: str
 
 
 def test_what_moerl_sets_without_a_key_is_refused_with_the_reason():
-    assert "set by moerl; seen: 1; expected: no value: a server of a run" in error(
+    assert "cannot be passed on; seen: 1; expected: no value: a server of a run" in error(
         *SERVED, "rollout.server_args.port=1"
     )
-    assert "set by moerl; seen: True; expected: no value: experts stay" in error(
+    assert "cannot be passed on; seen: True; expected: no value: experts stay" in error(
         *SERVED, "rollout.server_args.enable_eplb=true"
     )
-    assert "set by moerl; seen: 0.1; expected: no value: the loss" in error(
+    assert "cannot be passed on; seen: 0.1; expected: no value: the loss" in error(
         "recipe=tiny", "trainer.megatron.hidden_dropout=0.1"
     )
     assert not MEGATRON_KEYS.keys() & MEGATRON_FIXED
     assert not SERVER_KEYS.keys() & SERVER_FIXED
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "names"), [("rollout", "server_args", SERVER_FIXED), ("trainer", "megatron", MEGATRON_FIXED)]
+)
+def test_no_name_with_a_reason_is_passed_on(section: str, key: str, names: Mapping[str, str]):
+    config = load(*SERVED)
+    for name, why in names.items():
+        changed = getattr(config, section).model_copy(update={key: {name: 3}})
+        with pytest.raises(ConfigError) as caught:
+            check_passed_on(config.model_copy(update={section: changed}))
+        assert f"{section}.{key}.{name}: cannot be passed on; seen: 3; expected: no value: {why};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("pp_size", "rollout.tensor"),
+        ("pipeline_parallel_size", "rollout.tensor"),
+        ("dp_size", "rollout.servers"),
+        ("gpu_id_step", "rollout.placement"),
+        ("enable_dp_attention", "no other split of a model"),
+        ("nnodes", "on one machine"),
+        ("speculative_algorithm", "no kept sets"),
+        ("speculative_num_steps", "no kept sets"),
+        ("enable_hierarchical_cache", "wrong routing rows"),
+        ("hicache_ratio", "wrong routing rows"),
+        ("disaggregation_mode", "whole responses"),
+    ],
+)
+def test_servers_get_no_other_places_drafts_or_caches_than_the_plan_and_the_handshake_know(name: str, why: str):
+    assert re.search(
+        rf"rollout\.server_args\.{name}: .*; expected: .*{why}", error(*SERVED, f"rollout.server_args.{name}=2")
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["rotary_base", "layernorm_epsilon", "normalization", "activation_func", "moe_router_topk_scaling_factor"]
+)
+def test_megatron_computes_the_model_that_its_config_json_describes(name: str):
+    message = error("recipe=tiny", f"trainer.megatron.{name}=5")
+    assert "cannot be passed on; seen: 5; expected: no value: the model's config.json decides" in message
+
+
+def test_layers_of_stages_are_those_of_the_layout():
+    message = error("recipe=tiny", "trainer.megatron.num_layers_in_first_pipeline_stage=1")
+    assert "expected: parallel.pipeline" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("moe_permute_fuson", "did you mean moe_permute_fusion?"),
+        ("rotary_bas", "did you mean rotary_base?"),
+        ("zzz", "leave it away"),
+    ],
+)
+def test_a_name_that_megatron_does_not_have_is_refused_before_a_start(name: str, remedy: str):
+    message = error("recipe=tiny", f"trainer.megatron={{{name}: true}}")
+    assert f"trainer.megatron.{name}: not known as a setting of Megatron; seen: True" in message
+    assert f"remedy: {remedy}" in message
+
+
+def test_settings_that_say_how_a_model_is_computed_are_passed_on():
+    named = ", ".join(f"{name}: 1" for name in MEGATRON_OPEN)
+    config = load("recipe=tiny", f"trainer.megatron={{{named}}}")
+    assert config.trainer.megatron == dict.fromkeys(MEGATRON_OPEN, 1)
 
 
 @pytest.mark.parametrize("value", ["null", "{a: 1}", "[{a: 1}]", "[null]"])

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 import tiny_moe
@@ -13,7 +14,7 @@ import torch
 from ranks import Ranks
 from safetensors.numpy import load_file
 
-from moerl.config.passed_on import MEGATRON_FIXED, MEGATRON_KEYS
+from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN
 from moerl.errors import ConfigError
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
@@ -116,6 +117,14 @@ def test_a_setting_that_megatron_lacks_or_that_we_make_is_refused(
     assert re.match(rf"trainer\.megatron\.{name}: {said}", message)
 
 
+def test_settings_that_megatron_refuses_together_are_an_error_of_the_configuration(
+    tied: Path, one_process: Ranks
+) -> None:
+    (message,) = one_process.run(build_with, tied, {"overlap_p2p_comm_warmup_flush": True})
+    assert message.startswith("trainer.megatron: Megatron refuses these settings")
+    assert "seen: {'overlap_p2p_comm_warmup_flush': True}" in message
+
+
 def settings_of_a_gpu(layout: Any, path: Path) -> set[str]:
     from moerl.models.description import read_model
     from moerl.trainer import model, platform, provider
@@ -131,3 +140,50 @@ def settings_of_a_gpu(layout: Any, path: Path) -> set[str]:
 def test_every_setting_that_a_gpu_gets_is_refused_before_a_run_starts(tied: Path, one_process: Ranks) -> None:
     (names,) = one_process.run(settings_of_a_gpu, tied)
     assert names <= MEGATRON_KEYS.keys() | MEGATRON_FIXED.keys()
+
+
+HOW_ALONE = {
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+    "persist_layer_norm",
+}
+"""Settings that bridges choose for a model and that say how it is computed, not what."""
+
+
+def settings_of_bridges(layout: Any, configs: list[Any]) -> tuple[set[str], set[str]]:
+    """Returns the names of all settings, and of those to which the bridge of a model gives a value of its own."""
+    from dataclasses import fields
+
+    from moerl.trainer.bridge import import_bridge, quiet
+
+    auto_bridge = import_bridge()
+    names, made = set[str](), set[str]()
+    for config in configs:
+        with quiet():
+            provider = auto_bridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+        plain = type(provider)(num_layers=1, hidden_size=8, num_attention_heads=1)
+        every = {each.name for each in fields(provider)}
+        names |= every
+        made |= {name for name in every if repr(getattr(provider, name)) != repr(getattr(plain, name))}
+    return names, made
+
+
+def test_every_setting_of_megatron_stands_in_one_table_and_none_that_makes_the_model_can_be_passed_on(
+    one_process: Ranks,
+) -> None:
+    configs = []
+    for family in families.FAMILIES.values():
+        config = family.config()
+        config.architectures = [family.config_class.replace("Config", "ForCausalLM")]
+        configs.append(config)
+    ((names, made),) = one_process.run(settings_of_bridges, configs)
+    tables = [*MEGATRON_KEYS, *MEGATRON_FIXED, *MEGATRON_OPEN]
+    assert len(tables) == len(set(tables))
+    # A key holds lower case alone; what begins with an underscore is not set from outside.
+    assert set(tables) == {name for name in names if re.fullmatch(r"[a-z][a-z0-9_]*", name)}
+    assert made & MEGATRON_OPEN == HOW_ALONE

@@ -16,6 +16,7 @@ class ServerArgs:
     @staticmethod
     def add_cli_args(parser):
         parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="tp_size", type=int)
+        parser.add_argument("--speculative-algorithm", "--draft", dest="speculative_algorithm", type=str)
         parser.add_argument("--attention-backend", type=str)
         parser.add_argument("--disable-radix-cache", action="store_true")
         parser.add_argument("--by-a-function", action="append")
@@ -24,7 +25,7 @@ class ServerArgs:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """An interpreter beside a package of the name, with four arguments."""
+    """An interpreter beside a package of the name, with five arguments."""
     site = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (site / "sglang" / "srt").mkdir(parents=True)
     (site / "sglang" / "srt" / "server_args.py").write_text(RELEASE)
@@ -39,6 +40,8 @@ def test_an_environment_says_what_a_file_of_options_takes(environment: Path):
         "tensor_parallel_size": "tp_size",
         "tp_size": "tp_size",
         "tp": "tp_size",
+        "speculative_algorithm": "speculative_algorithm",
+        "draft": "speculative_algorithm",
         "attention_backend": "attention_backend",
         "disable_radix_cache": "disable_radix_cache",
     }
@@ -53,7 +56,8 @@ def test_arguments_that_the_release_has_are_passed_on(environment: Path):
     [
         ("attention_backends", "has no such argument; .*did you mean attention_backend"),
         ("by_a_function", "has no such argument"),
-        ("tp", "another name of .*, which moerl sets"),
+        ("tp", "another name of .*, which cannot be passed on"),
+        ("draft", "another name of speculative_algorithm, which cannot be passed on"),
     ],
 )
 def test_an_unknown_argument_and_another_name_of_ours_are_refused(name: str, said: str, environment: Path):
