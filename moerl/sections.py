@@ -5,10 +5,12 @@ Below every package, so that each can describe its own settings.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -72,3 +74,18 @@ def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,127}$")]
 PassedOn = Annotated[dict[_Name, Any], AfterValidator(_plain_values)]
 """Settings that are passed on to a library, by their name there: numbers, booleans, texts, and lists of them."""
+
+
+def _is_address(url: str) -> str:
+    if re.search("[@?#]", url):
+        # A configuration is stored, and shown in errors.
+        raise PydanticCustomError(
+            UNSHOWN, "an address without user, password, query and fragment; a key goes into key_file"
+        )
+    if not re.fullmatch(r"https?://\S+", url):
+        raise ValueError("an address that begins with http:// or https://")
+    return url
+
+
+HttpAddress = Annotated[str, AfterValidator(_is_address)]
+"""Address of a service, without anything that may be a secret."""

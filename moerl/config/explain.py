@@ -12,6 +12,7 @@ from moerl.config.foreign_keys import counterpart
 from moerl.config.moved import moved_key
 from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
+from moerl.scorers.registry import SCORER_SECTIONS
 from moerl.sections import UNSHOWN
 from moerl.tasks.rewards.section import Reward
 
@@ -68,6 +69,8 @@ def dotted(location: tuple[int | str, ...]) -> str:
         del parts[1]
     if parts[:2] == ["task", "rewards"] and len(parts) > 3:
         del parts[3]
+    if parts[:1] == ["scorers"] and len(parts) > 2:
+        del parts[2]
     names = [part for part in parts if part not in ("[key]", "constrained-int") and not part.startswith("literal[")]
     return ".".join(names) or "configuration"
 
@@ -133,18 +136,28 @@ def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
             remedy=f"add {choices}, or remove {path}",
         )
     if [*location[2:3]] == ["rewards"] and location[4] in _REWARDS:
-        known = _REWARDS[str(location[4])].model_fields
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return ConfigError(
-            f"{path}: unknown key of a reward of the kind {location[4]}",
-            expected=f"one of {', '.join(known)}",
-            remedy=f"did you mean {near[0]}?" if near else "remove it",
-        )
+        return _unknown_of_kind(path, f"a reward of the kind {location[4]}", _REWARDS[str(location[4])])
+    if section == "scorers" and len(location) > 2 and location[2] in _SCORERS:
+        return _unknown_of_kind(path, f"a scorer of the kind {location[2]}", _SCORERS[str(location[2])])
     return unknown_key(path)
+
+
+def _unknown_of_kind(path: str, what: str, section: type[BaseModel]) -> ConfigError:
+    """Returns the error for an unknown key of a section that is chosen by its kind."""
+    known = section.model_fields
+    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    return ConfigError(
+        f"{path}: unknown key of {what}",
+        expected=f"one of {', '.join(known)}",
+        remedy=f"did you mean {near[0]}?" if near else "remove it",
+    )
 
 
 _REWARDS: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(get_args(Reward)[0])
+}
+_SCORERS: dict[str, type[BaseModel]] = {
+    get_args(section.model_fields["kind"].annotation)[0]: section for section in SCORER_SECTIONS
 }
 _TAGS = dict(key.split(".") for key in CHOICES)
 """By section, the key that names its kind; only sections that come in several kinds."""

@@ -40,6 +40,15 @@ def _check_scores(config: RunConfig) -> None:
             remedy="set rollout.temperature=1.0, or take scorers away",
         )
 
+    at_one = [name for name, scorer in config.scorers.items() if scorer.only_at_one]
+    if at_one and config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"scorers.{at_one[0]}: a server scores at a temperature of 1 alone",
+            seen=f"rollout.temperature={config.rollout.temperature}",
+            expected="1.0",
+            remedy="set rollout.temperature=1.0, or take a scorer of kind: model",
+        )
+
 
 def require_engine(config: RunConfig, command: str) -> None:
     """Raises `ConfigError` if rollouts come from dumps. command: what an engine is needed for."""

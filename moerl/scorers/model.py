@@ -51,8 +51,6 @@ class ModelScorer(ScorerSection):
     num_threads: Threads = Field(default=1, description="CPU threads of its process.")
     timeout_seconds: Positive = Field(default=600.0, description="Longest time of one response.")
 
-    is_logprob = True
-
     @property
     def tokenizer(self) -> Path | None:
         return self.path

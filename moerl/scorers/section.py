@@ -20,8 +20,8 @@ class ScorerSection(Section):
 
     kind: Any
     """Kind, by which a configuration chooses it."""
-    is_logprob: ClassVar[bool] = False
-    """True if scores are log-probs under another policy, so that a KL to it can be reported."""
+    only_at_one: ClassVar[bool] = False
+    """True if it scores at a temperature of 1 alone, so that samples of another one are refused."""
 
     @property
     def tokenizer(self) -> Path | None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
-from moerl.sections import UNSHOWN, Count, CountOrZero, FilePath, FunctionName, Positive, Section
+from moerl.sections import Count, CountOrZero, FilePath, FunctionName, HttpAddress, Positive, Section
 
 Column = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -27,17 +26,6 @@ def _has_group(pattern: str) -> str:
     if re.compile(_compiles(pattern)).groups != 1:
         raise ValueError("a regular expression with one group, which is the answer")
     return pattern
-
-
-def _is_address(url: str) -> str:
-    if re.search("[@?#]", url):
-        # A configuration is stored, and shown in errors.
-        raise PydanticCustomError(
-            UNSHOWN, "an address without user, password, query and fragment; a key goes into key_file"
-        )
-    if not re.fullmatch(r"https?://\S+", url):
-        raise ValueError("an address that begins with http:// or https://")
-    return url
 
 
 FIELD = r"\{(\w+)\}"
@@ -152,7 +140,7 @@ class JudgeReward(RewardKeys):
 
     kind: Literal["judge"]
     """Chooses this kind."""
-    url: Annotated[str, AfterValidator(_is_address)] = Field(description="Address that ends in /v1.")
+    url: HttpAddress = Field(description="Address that ends in /v1.")
     model: Annotated[str, Field(min_length=1)] = Field(description="Name of the model there.")
     question: Annotated[str, Field(min_length=1)] = Field(
         description="What it is asked, with {prompt}, {response} and {COLUMN} in their places."

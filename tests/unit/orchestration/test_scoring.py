@@ -170,7 +170,10 @@ def test_a_model_with_other_tokens_scores_nothing(tmp_path: Path):
         (("rollout=dumps", "rollout.path=/tmp", "{teacher}"), "a run from dumps scores no tokens"),
         (("rollout.temperature=0.0", "{teacher}"), "greedy samples have no distribution"),
         (("scorers={a.b: {kind: model, path: /tmp}}",), "scorers.a.b: wrong value"),
-        (("scorers={teacher: {kind: model, path: /tmp, speed: 3}}",), "scorers.teacher.speed: unknown key"),
+        (
+            ("scorers={teacher: {kind: model, path: /tmp, speed: 3}}",),
+            "scorers.teacher.speed: unknown key of a scorer of the kind model; expected: one of kind, path",
+        ),
         (("scorers={teacher: {kind: model}}",), "scorers.teacher.path: no value given"),
     ],
 )
