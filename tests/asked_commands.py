@@ -17,9 +17,10 @@ from small_hub import Cache
 
 from moerl import cli
 from moerl.config import compose
+from moerl.launch.checks import packages
 from moerl.launch.checks.facts import DOORS, Door
 from moerl.launch.checks.gpus import Gpu
-from moerl.launch.doctor import accelerators, machine, packages, servers
+from moerl.launch.doctor import accelerators, machine, servers
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 
 STARTED: tuple[Door, ...] = ("train", "doctor", "dry run")

@@ -49,8 +49,11 @@ def check_run(config: RunConfig) -> None:
     config.task.check(sft_steps=config.sft.steps)
 
 
-def check_command(config: RunConfig, command: str) -> None:
+def check_command(config: RunConfig, command: str, *, looks_at_packages: bool = True) -> None:
     """Checks what `command` (one of `COMMANDS`) needs beyond `check_run`; looks at the files that are named.
+
+    Args:
+        looks_at_packages: this interpreter must have the packages of trackers and of Ray.
 
     Raises:
         ConfigError: The command cannot run with this configuration.
@@ -68,8 +71,9 @@ def check_command(config: RunConfig, command: str) -> None:
         )
     if command in ("rollout", "eval"):
         _check_reader(config, command)
-    check_trackers(config.metrics.sinks)
-    check_ray(config.launch)
+    if looks_at_packages:
+        check_trackers(config.metrics.sinks)
+        check_ray(config.launch)
     check_model_fits(config)
     _check_room_to_build(config)
     _check_own_tokenizer(config)

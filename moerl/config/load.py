@@ -31,7 +31,12 @@ CONFIG_FILE = "config.yaml"
 
 
 def load_config(
-    overrides: Sequence[str], *, command: str, config_dir: Path | None = None, known_model: ModelConfig | None = None
+    overrides: Sequence[str],
+    *,
+    command: str,
+    config_dir: Path | None = None,
+    known_model: ModelConfig | None = None,
+    looks_at_packages: bool = True,
 ) -> RunConfig:
     """Returns the validated configuration of a command. A model of the hub is a directory in it, with its small files.
 
@@ -41,6 +46,7 @@ def load_config(
         config_dir: a directory with groups of the user's own, for example ``recipe/mine.yaml``.
         known_model: section of the run that these overrides started; a model of the hub by the same name stays at its
             commit. None for a new run.
+        looks_at_packages: as `check_command`; False for a job, whose interpreter may be another one.
 
     Raises:
         ConfigError: Unknown key or option, wrong type, impossible combination, a file that is not there.
@@ -53,7 +59,7 @@ def load_config(
     if command in ("train", "sft"):
         _check_recipe_is_chosen(config, rest)
     config = _with_hub_model(config, values, known_model)
-    check_command(config, command)
+    check_command(config, command, looks_at_packages=looks_at_packages)
     return config
 
 

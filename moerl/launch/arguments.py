@@ -152,4 +152,4 @@ def options_text(parser: argparse.ArgumentParser) -> str:
     """Returns a line for each option."""
     actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
-    return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))
+    return "\n".join(f"  {head:<21} {action.help}" for head, action in zip(heads, actions, strict=True))

@@ -23,7 +23,9 @@ from moerl.launch.plan_weights import update_seconds
 from moerl.machine.layouts import as_overrides
 from moerl.weights.estimate import Bandwidths
 
-STALENESS = (0, 1, 2, 4, 8)
+STALENESS = (1, 2, 4, 8)
+"""Values of `buffer.max_staleness` besides 0 that a plan compares."""
+_COLOCATED = "\ncolocated servers sleep while the trainer works: more staleness needs rollout.placement=apart"
 _LEGEND = (
     "S, W, N: buffer.max_staleness, buffer.window or when_stale=drop, weights.every. gain: tokens a second over those"
     " without staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost:"
@@ -123,12 +125,15 @@ def _table(
     lengths: Callable[[], Callable[[], int]],
     console: Console,
 ) -> Table:
-    """Makes a row for each setting, with the same lengths in all; the setting of the configuration is bold."""
-    own, per_step = config.queue_limits(), config.rl.prompts_per_step
-    settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
-    settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in STALENESS if staleness]
-    settings += [QueueLimits(per_step, staleness, drops=True) for staleness in STALENESS if staleness]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=_LEGEND, caption_justify="left")
+    """Makes a row for each setting that the placement of engines allows, with the same lengths in all; the setting of
+    the configuration is bold."""
+    own, per_step, colocated = config.queue_limits(), config.rl.prompts_per_step, config.rollout.is_colocated
+    ahead = () if colocated else STALENESS
+    settings = [QueueLimits(per_step, staleness) for staleness in (0, *ahead)]
+    settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in ahead]
+    settings += [QueueLimits(per_step, staleness, drops=True) for staleness in ahead]
+    legend = _LEGEND + (_COLOCATED if colocated else "")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=legend, caption_justify="left")
     for heading in ("S", "W", "N", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = 0.0

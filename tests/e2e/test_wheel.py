@@ -80,13 +80,15 @@ def test_a_wheel_without_extras_plans_and_reads_and_says_what_else_needs_which(t
     ):
         done = moerl(*command.split(), cwd=tmp_path, command=(str(python), "-m", "moerl"))
         assert done.status == 0, f"{command}: {done.output}"
+    (tmp_path / "site.yaml").write_text("python: /opt/moerl/bin/python\n")
     dump = f"{tiny.folder}/rollouts --model {tiny.folder}/final_model"
     for command, extra in (
         ("train recipe=tiny", "train"),
         (f"verify {dump}", "train"),
         (f"diagnose {dump} --output {page}", "hf"),
-        ("launch slurm recipe=tiny --time 30 --dry-run", "tasks"),
-        ("doctor", "train"),
+        ("launch slurm recipe=tiny --time 30 --dry-run", "train"),
+        ("launch slurm recipe=tiny --time 30 --site site.yaml --dry-run", "tasks"),
+        ("doctor recipe=tiny rollout=sglang", "train"),
     ):
         done = moerl(*command.split(), cwd=tmp_path, command=(str(python), "-m", "moerl"))
         assert done.status != 0

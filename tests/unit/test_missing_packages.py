@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,13 +20,19 @@ import contextlib, io, json, sys, traceback
 hidden, commands = json.loads(sys.argv[1])
 
 class Hiding:
-    """A finder that does not find what is named."""
+    """A finder that does not find what is named: no module, and no distribution of it."""
     def __init__(self, finder):
         self._finder = finder
     def __getattr__(self, name):
         return getattr(self._finder, name)
     def find_spec(self, name, path=None, target=None):
         return None if name.partition(".")[0] in hidden else self._finder.find_spec(name, path, target)
+    def find_distributions(self, *words):
+        find = getattr(self._finder, "find_distributions", lambda *_: ())
+        return [found for found in find(*words) if not self._is_hidden(found.metadata["Name"] or "")]
+    def _is_hidden(self, distribution):
+        name = distribution.lower().replace("-", "_")
+        return any(name in (each, f"{each}_core", f"{each}_bridge") for each in hidden)
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 from moerl.__main__ import main
@@ -62,7 +69,7 @@ REACH = {
     "plan memory": "plan memory recipe=tiny",
     "plan weights": "plan weights recipe=tiny",
     "plan run": "plan run recipe=tiny",
-    "launch slurm": "launch slurm recipe=tiny run_dir=job --time 30 --dry-run",
+    "launch slurm": "launch slurm recipe=tiny run_dir=job --time 30 --site site.yaml --dry-run",
     "doctor": "doctor recipe=tiny",
     "diagnose": "diagnose dump --model model",
     "sglang install": "sglang install --env env --python /no/python",
@@ -74,6 +81,10 @@ REACH = {
     **{name: f"{name} none" for name in ("status", "report", "samples", "watch")},
 }
 """Arguments by command, with which it gets as far as it can without what it needs."""
+JOB_OF_THIS_PYTHON = REACH["launch slurm"].replace("--site site.yaml ", "")
+"""A job that uses the interpreter that submits it."""
+DOCTOR_OF_SERVERS = "doctor recipe=tiny rollout=sglang"
+SITE = "python: /opt/moerl/bin/python\n"
 WORK = {"plan memory", "plan weights", "plan run", "launch slurm"}
 """Commands that end well without torch."""
 NEED = {"train", "sft"}
@@ -97,17 +108,17 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "dump").write_bytes(b"")
-    return run_all(HEAVY, [*REACH.values(), *(f"{name} --help" for name in COMMAND_NAMES), "--help"], folder)
+    (folder / "site.yaml").write_text(SITE)
+    helps = [*(f"{name} --help" for name in COMMAND_NAMES), "--help"]
+    return run_all(HEAVY, [*REACH.values(), JOB_OF_THIS_PYTHON, *helps], folder)
 
 
 @pytest.fixture(scope="module")
 def without_extras(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("without_extras")
-    return run_all(
-        (*HEAVY, *EXTRAS),
-        [*REACH.values(), POLICIES, TORCH_FILE, *(f"{name} --help" for name in COMMAND_NAMES)],
-        folder,
-    )
+    (folder / "site.yaml").write_text(SITE)
+    more = [JOB_OF_THIS_PYTHON, DOCTOR_OF_SERVERS, POLICIES, TORCH_FILE]
+    return run_all((*HEAVY, *EXTRAS), [*REACH.values(), *more, *(f"{name} --help" for name in COMMAND_NAMES)], folder)
 
 
 def test_every_command_is_tried() -> None:
@@ -137,6 +148,17 @@ def test_a_command_that_needs_torch_says_so_in_one_sentence(without_torch: Done)
         assert status == 2, errors
         assert f"error: {name}: a package is not installed; seen: no module " in errors, errors
         assert "`make setup` in a checkout; else pip install" in errors
+
+
+def test_a_job_of_an_interpreter_without_torch_is_refused_and_one_of_another_is_not(without_torch: Done) -> None:
+    status, _, errors = without_torch[JOB_OF_THIS_PYTHON]
+    assert status == 2, errors
+    assert "error: python: the job would run in an interpreter that lacks what `moerl train` needs" in errors
+    assert "torch missing, transformers missing, megatron-core missing, megatron-bridge missing, for " in errors
+    assert "with its extra `train`" in errors
+    status, shown, errors = without_torch[REACH["launch slurm"]]
+    assert status == 0, errors
+    assert "note: packages: not looked at from here: what `moerl train` needs, in /opt/moerl/bin/python" in shown
 
 
 def test_modules_of_all_extras_are_hidden() -> None:
@@ -171,6 +193,17 @@ def test_doctor_lists_what_is_missing_and_does_not_fail_itself(
     status, shown, errors = without_torch[REACH["doctor"]]
     assert status == 1, errors
     assert "red     accelerators | torch: " in shown
+
+
+def test_doctor_shows_a_package_that_a_check_needs_as_red_and_goes_on(without_extras: Done) -> None:
+    for command in (REACH["doctor"], DOCTOR_OF_SERVERS):
+        status, shown, errors = without_extras[command]
+        assert status == 1, errors
+        assert re.search(r"red +packages \| pins: .*torch missing", shown), shown
+        assert re.search(r"red +run \| data: a package is not installed: no module reasoning_gym for ", shown), shown
+        assert "pip install the wheel of moerl with its extra `train`" in shown
+        assert re.search(r"green +run \| devices: ", shown), shown
+    assert re.search(r"red +run \| SGLang environment: ", without_extras[DOCTOR_OF_SERVERS][1])
 
 
 def test_every_command_names_a_missing_package_where_nothing_but_the_wheel_is_installed(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ OPENS_BY_ITSELF = {
     "moerl/contract/seals.py": "reads back what it has written",
     "moerl/diagnostics/report/page.py": "reads files of this package",
     "moerl/launch/doctor/machine.py": "reads /proc, and files that it has written",
-    "moerl/launch/doctor/packages.py": "reads files of this package",
+    "moerl/launch/checks/packages.py": "reads files of this package",
     "moerl/launch/doctor/servers.py": "reads /proc",
     "moerl/http/keys.py": "opens without waiting, and looks at the owner too",
     "moerl/launch/run_lock.py": "opens without waiting, and looks at the owner too",

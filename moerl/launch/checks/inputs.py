@@ -55,7 +55,8 @@ def look_at_layout(facts: Facts) -> str:
 
 def look_at_command(facts: Facts) -> str:
     """Checks what the command needs: libraries of trackers and of Ray, files that keys name, the algorithm."""
-    check_command(facts.config, facts.config.command)
+    # Packages of a job have a check of their own.
+    check_command(facts.config, facts.config.command, looks_at_packages=facts.door != "dry run")
     return f"as `moerl {facts.config.command}` takes it"
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moerl.errors import MoerlError, closing
-from moerl.launch.checks import containers, inputs, room
+from moerl.launch.checks import containers, inputs, packages, room
 from moerl.launch.checks.facts import DOORS, Door, Facts
 from moerl.launch.checks.inputs import Note
 from moerl.launch.checks.outcome import Check, fault, green
+from moerl.machine.missing import missing_name, missing_package
 
 AREA = "run"
 _STARTED: tuple[Door, ...] = ("train", "doctor", "dry run")
@@ -42,6 +43,13 @@ class RunCheck:
 CHECKS = (
     RunCheck("keys", "types of keys, rules between them", DOORS, "none", inputs.look_at_keys),
     RunCheck("layout", "config.json of the model against layout and lengths", DOORS, "a file", inputs.look_at_layout),
+    RunCheck(
+        "packages",
+        "packages of a run, its trackers and Ray, if the job has the interpreter that submits it",
+        ("dry run",),
+        "metadata of packages",
+        packages.look_at_packages,
+    ),
     RunCheck(
         "command",
         "libraries of trackers and Ray, files that keys name, the algorithm",
@@ -184,6 +192,10 @@ def _outcome(check: RunCheck, facts: Facts) -> Check:
         seen = check.look(facts)
     except MoerlError as error:
         return fault("red", AREA, check.name, error)
+    except ModuleNotFoundError as error:
+        if not (name := missing_name(error)):
+            raise
+        return fault("red", AREA, check.name, missing_package(name, "train"))
     if isinstance(seen, Note):
         return Check(AREA, check.name, "yellow", seen.seen, seen.expected, seen.remedy)
     return green(AREA, check.name, seen)

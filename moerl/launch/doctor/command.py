@@ -17,11 +17,12 @@ from moerl.config.run_memory import Machine
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive, short_help
+from moerl.launch.checks import packages
 from moerl.launch.checks.facts import Facts, host_bytes
 from moerl.launch.checks.gpus import Gpu, query_gpus, visible_gpus
 from moerl.launch.checks.listed import look
 from moerl.launch.checks.outcome import Check, worst
-from moerl.launch.doctor import accelerators, machine, packages, servers, shared
+from moerl.launch.doctor import accelerators, machine, servers, shared
 from moerl.launch.doctor.show import show
 from moerl.launch.sglang import ENVIRONMENT
 

@@ -106,7 +106,7 @@ def launch_sweep(options: argparse.Namespace) -> int:
     site, asked = load_site(options.site), read_options(options.overrides)
     manifest, folder = plan_sweep(asked, options.config_dir)
     options.config_dir = None if manifest.config_dir is None else Path(manifest.config_dir)
-    check_runs(manifest)
+    check_runs(manifest, looks_at_packages=False)
     if options.name is not None:
         raise ConfigError("--name: jobs of a sweep are named as its runs", seen=options.name, remedy="leave it away")
     prepared: list[tuple[JobSettings, str]] = []
@@ -160,7 +160,10 @@ def _prepare(
     """Returns configuration, job, script and notes of one run. Raises as `launch_slurm`."""
     before = stored_run(overrides)
     known = None if before is None else before.model
-    config = load_config(overrides, command="train", config_dir=options.config_dir, known_model=known)
+    # The job may have another interpreter: packages are looked at with the facts of the job.
+    config = load_config(
+        overrides, command="train", config_dir=options.config_dir, known_model=known, looks_at_packages=False
+    )
     say_model(config.model)
     job = _job(options, config)
     job.check()

@@ -126,12 +126,17 @@ def _default_folder() -> Path:
     return Path(f"runs/sweep-{now}")
 
 
-def check_runs(manifest: Manifest) -> None:
-    """Raises `ConfigError` if `moerl train` would refuse the configuration of a run, before any of them starts."""
+def check_runs(manifest: Manifest, *, looks_at_packages: bool = True) -> None:
+    """Raises `ConfigError` if `moerl train` would refuse the configuration of a run, before any of them starts.
+
+    Args:
+        looks_at_packages: as `load_config`.
+    """
     folder = None if manifest.config_dir is None else Path(manifest.config_dir)
     for run in manifest.runs:
         try:
-            load_config([*manifest.common, *run.overrides], command="train", config_dir=folder)
+            keys = [*manifest.common, *run.overrides]
+            load_config(keys, command="train", config_dir=folder, looks_at_packages=looks_at_packages)
         except ConfigError as error:
             error.add_note(f"in the run with {' '.join(run.overrides)}; no run was started")
             raise

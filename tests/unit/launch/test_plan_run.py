@@ -177,3 +177,15 @@ def test_the_compressed_cache_of_latent_attention_is_read_as_it_is(tmp_path: Pat
     rows = [estimate(config, H100, 1.0, mean_tokens=tokens, prompt_tokens=0).decode_row for tokens in (4096, 8192)]
     # 61 layers of 512 + 64 numbers of two bytes, on each of eight devices: 2048 more tokens through one memory.
     assert rows[1] - rows[0] == pytest.approx(2048 * 61 * 576 * 2 / (3350e9 * 0.6), rel=1e-6)
+
+
+def test_colocated_servers_have_one_row_as_nothing_runs_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["recipe=laptop", "rollout=sglang", "rollout.memory_share=0.4"]
+    workload, bandwidths = Workload(40, 20), Bandwidths(1e9, 1e9)
+    for placement, staleness in (("colocated", {"0"}), ("apart", {"0", "1", "2", "4", "8"})):
+        config = load_plan([*keys, f"rollout.placement={placement}"])
+        plan_run(config, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths)
+        text = capsys.readouterr().out
+        rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) +\d+ ", line)]
+        assert {row[0] for row in rows} == staleness
+        assert ("more staleness needs rollout.placement=apart" in text) == (placement == "colocated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from asked_commands import ALL, Ask, Broken
 from moerl.config.load import load_config, load_plan
 from moerl.config.run_memory import Machine, checkpoint_bytes
 from moerl.errors import ConfigError
+from moerl.launch.checks import listed
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note
 from moerl.launch.checks.listed import CHECKS, table
@@ -315,6 +317,22 @@ def test_doctor_shows_all_that_fails_and_what_depends_on_it_once(ask: Ask) -> No
     status, text = ask("doctor", both)
     assert status == 1
     assert re.findall(r"^red +run \| ([\w ]+):", text, re.MULTILINE) == ["command", "devices"]
+
+
+def test_a_module_of_moerl_that_is_not_there_is_no_package_that_a_user_lacks(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(facts: Facts) -> str:
+        raise ModuleNotFoundError("No module named 'x'", name=missed)
+
+    monkeypatch.setattr(listed, "CHECKS", (replace(CHECKS[0], look=look), CHECKS[1]))
+    missed = "einops"
+    status, text = ask("doctor", Broken(JSONL, ""))
+    assert (status, "red     run | keys: a package is not installed: no module einops" in text) == (1, True)
+    assert "green   run | layout" in text
+    missed = "moerl.nowhere"
+    with pytest.raises(ModuleNotFoundError):
+        ask("doctor", Broken(JSONL, ""))
 
 
 def test_every_check_has_a_command_that_takes_it_and_follows_what_it_depends_on() -> None:

@@ -14,6 +14,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from moerl.config.placement import check_ray
+from moerl.config.trackers import LIBRARIES, check_trackers
+from moerl.errors import ConfigError
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import Note
 from moerl.launch.checks.outcome import Check, green
 from moerl.machine.shipped import BRIDGE, shipped_folder
 
@@ -27,6 +32,31 @@ _AGAIN = (
     f" environment, then `pip install --no-deps {BRIDGE}`"
 )
 _BESIDE: str = canonicalize_name(Requirement(BRIDGE).name)
+
+
+def look_at_packages(facts: Facts) -> str | Note:
+    """Looks whether a job that uses this interpreter finds in it what `moerl doctor` asks for on the node, trackers and
+    Ray. Raises `ConfigError` if it does not."""
+    sinks, launch = facts.config.metrics.sinks, facts.config.launch
+    elsewhere = facts.container or facts.python
+    if elsewhere:
+        more = [name for name in sinks if name in LIBRARIES] + ["Ray"] * (launch.on == "ray")
+        return Note(
+            f"not looked at from here: what `moerl train` needs{''.join(f', {name}' for name in more)}, in {elsewhere}",
+            "packages that can be looked at",
+            "nothing: `moerl doctor` looks on the node, before the run starts",
+        )
+    found = check_pins(own_requirements(), installed_versions())
+    if found.level == "red":
+        raise ConfigError(
+            "python: the job would run in an interpreter that lacks what `moerl train` needs",
+            seen=f"{found.seen}, for {sys.executable}",
+            expected=found.expected,
+            remedy=f"{found.remedy}; or have `python` or `container` of the site file name an interpreter that has it",
+        )
+    check_trackers(sinks)
+    check_ray(launch)
+    return found.seen
 
 
 def package_checks() -> list[Check]:

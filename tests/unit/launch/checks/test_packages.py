@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from asked_commands import Ask, Broken
 
-from moerl.launch.doctor.packages import (
+from moerl import cli
+from moerl.launch.checks import packages
+from moerl.launch.checks.packages import (
     check_chain,
     check_lock,
     check_pins,
@@ -126,3 +132,69 @@ def test_python_3_12_alone_will_do(version: tuple[int, int], level: str) -> None
 def test_the_remedy_for_a_missing_megatron_bridge_installs_the_release_of_the_lock() -> None:
     assert BRIDGE in (ROOT / "requirements" / "bridge.in").read_text().splitlines()
     assert f"pip install --no-deps {BRIDGE}`" in check_pins([], {}).remedy
+
+
+CONTAINER: dict[str, object] = {"container": {"runtime": "enroot", "image": "moerl.sqsh"}}
+ELSEWHERE: tuple[tuple[dict[str, object], str], ...] = (
+    (CONTAINER, "in the container moerl.sqsh"),
+    ({"python": "/opt/moerl/bin/python"}, "in /opt/moerl/bin/python on the node"),
+)
+"""By site file, the place of the packages of a job."""
+ON_RAY = ("recipe=tiny", "launch.on=ray", "metrics.sinks=[jsonl,trackio]")
+TWO_NODES = ("--nodes", "2")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Has no command find these packages."""
+    found, here = importlib.util.find_spec, installed_versions()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in names else found(name, *more))
+    monkeypatch.setattr(packages, "installed_versions", lambda: {name: here[name] for name in here.keys() - {*names}})
+
+
+def test_ray_and_trackers_of_another_interpreter_are_a_note(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "ray", "trackio")
+    for site, where in ELSEWHERE:
+        status, text = ask("dry run", Broken(ON_RAY, "", site=site, words=TWO_NODES))
+        assert status == 0, text
+        said = f"note: packages: not looked at from here: what `moerl train` needs, trackio, Ray, {where}; expected: "
+        assert said in text
+        assert "`moerl doctor` looks on the node" in text
+
+
+def test_ray_is_asked_for_where_the_run_has_the_interpreter_of_the_command(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "ray")
+    for door in ("train", "doctor", "dry run"):
+        status, text = ask(door, Broken(ON_RAY[:2], "", words=TWO_NODES))
+        assert status in (1, 2), text
+        assert "launch.on=ray: Ray is not installed" in text
+    # A container that no site file names is none.
+    assert ask("doctor", Broken(ON_RAY[:2], "", site=CONTAINER))[0] == 1
+
+
+def test_a_job_with_an_interpreter_that_lacks_what_a_run_needs_is_not_submitted(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "torch", "megatron-bridge")
+    status, text = ask("dry run", Broken(("recipe=tiny",), ""))
+    assert status == 2, text
+    assert "error: python: the job would run in an interpreter that lacks what `moerl train` needs" in text
+    assert f"seen: torch missing, megatron-bridge missing, for {sys.executable}" in text
+    assert "with its extra `train`" in text
+    assert "`python` or `container` of the site file" in text
+    for site, _ in ELSEWHERE:
+        assert ask("dry run", Broken(("recipe=tiny",), "", site=site))[0] == 0
+
+
+@pytest.mark.usefixtures("ask")
+def test_jobs_of_a_sweep_are_looked_at_as_one_job_is(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "trackio")
+    keys = ["recipe=tiny", "seed=1,2", "metrics.sinks=[jsonl,trackio]", "sweep.dir=sweep"]
+    for site, status in (({}, 2), (CONTAINER, 0)):
+        (place / "site.yaml").write_text(yaml.safe_dump(site))
+        words = ["launch", "slurm", "-m", "--time", "1:00:00", "--site", "site.yaml", "--dry-run"]
+        assert cli.main([*words, *keys]) == status
+        assert ("metrics.sinks: trackio is not installed" in capsys.readouterr().err) == (status == 2)
