@@ -52,7 +52,8 @@ def look_at_packages(facts: Facts) -> str | Note:
             "python: the job would run in an interpreter that lacks what `moerl train` needs",
             seen=f"{found.seen}, for {sys.executable}",
             expected=found.expected,
-            remedy=f"{found.remedy}; or have `python` or `container` of the site file name an interpreter that has it",
+            remedy=f"{found.remedy}; or have `python` or `container` of the site file name one that has it; if modules"
+            " of the site file bring packages, load them before you submit",
         )
     check_trackers(sinks)
     check_ray(launch)
