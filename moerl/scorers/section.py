@@ -47,6 +47,14 @@ class ScorerSection(Section):
             ConfigError: they cannot be used.
         """
 
+    @property
+    def service(self) -> str:
+        """Address of a service that scores; empty if there is none."""
+        return ""
+
+    def reach(self, key: str) -> None:
+        """Asks the service whether it is there, once. Raises `ScoreError` if it is not. `key` as in `check_files`."""
+
     @abstractmethod
     def open(self, key: str, log: Path) -> TokenScorer:
         """Starts the scorer, and does not wait for it.

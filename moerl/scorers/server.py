@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import ScoreError
+from moerl.errors import ScoreError, closing
 from moerl.http.blocking import BlockingClient
 from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
@@ -27,6 +27,8 @@ from moerl.sections import CountOrZero, FilePath, HttpAddress, Positive
 
 FIRST_PAUSE_SECONDS = 0.5
 """Pause before the first repetition of a request; each is twice the one before, give or take half."""
+REACH_SECONDS = 10.0
+"""Longest time of a look whether a server is there."""
 MAX_TOKEN_BYTES = 200
 """Bytes of an answer for each token, at most."""
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
@@ -50,6 +52,15 @@ class ServerScorer(ScorerSection):
     def check_files(self, key: str, vocab_size: int | None) -> None:
         if self.key_file is not None:
             read_key(self.key_file, f"{key}.key_file")
+
+    @property
+    def service(self) -> str:
+        return self.url
+
+    def reach(self, key: str) -> None:
+        once = self.model_copy(update={"retries": 0, "timeout_seconds": min(self.timeout_seconds, REACH_SECONDS)})
+        with closing(AskedServer(once, key)) as server:
+            server.start()
 
     def open(self, key: str, log: Path) -> AskedServer:
         return AskedServer(self, key)

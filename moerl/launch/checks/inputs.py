@@ -126,6 +126,24 @@ def look_at_rewards(facts: Facts) -> str | Note:
     return "tried on one response"
 
 
+def look_at_scorers(facts: Facts) -> str | Note:
+    """Asks the servers of scorers whether they are there."""
+    config = facts.config
+    asked = {name: each for name, each in config.scorers.items() if each.service}
+    if not asked or config.command not in ("train", "rollout"):
+        return f"{len(config.scorers)}, none behind a server"
+    services = ", ".join(each.service for each in asked.values())
+    if facts.door == "dry run":
+        return Note(
+            f"not tried from here: {services} is asked from the node",
+            "servers that can be asked",
+            "nothing: `moerl doctor` asks them on the node, before the run starts",
+        )
+    for name, each in asked.items():
+        each.reach(f"scorers.{name}")
+    return f"{services} answers"
+
+
 def look_at_dumps(facts: Facts) -> str | Note:
     """Looks over the dumps that a run trains on: format, model, groups and steps."""
     config = facts.config

@@ -122,6 +122,13 @@ CHECKS = (
         inputs.look_at_model,
     ),
     RunCheck(
+        "scorers",
+        "servers of scorers answer",
+        _STARTED,
+        "one request to each",
+        inputs.look_at_scorers,
+    ),
+    RunCheck(
         "dumps",
         "format, model, groups and steps of the dumps that a run trains on",
         _STARTED,

@@ -103,6 +103,16 @@ BROKEN = {
     "rows without a value in the column of a reward": Broken(
         (*SET, *EXACT, "task.path=half.jsonl"), "split have no value in column 'answer'"
     ),
+    "a teacher that is not there": Broken(
+        ("recipe=tiny", "scorers={teacher: {kind: model, path: nowhere}}"),
+        "scorers.teacher.path: not a Hugging Face",
+        ALL,
+    ),
+    "a server of a teacher that does not answer": Broken(
+        ("recipe=tiny", "rollout.temperature=1.0", "scorers={teacher: {kind: server, url: 'http://127.0.0.1:1'}}"),
+        "scorers.teacher: the server at http://127.0.0.1:1 does not score",
+        ("train", "doctor"),
+    ),
     # Dumps.
     "no such dumps": Broken((*DUMPS, "rollout.path=nowhere"), "DUMP: no rollouts", ("train", "doctor")),
     "dumps without groups": Broken((*DUMPS, "rollout.path=ungrouped.jsonl"), "rollouts without a group"),
@@ -284,6 +294,10 @@ def test_what_a_login_node_cannot_see_is_said_by_name(ask: Ask) -> None:
     status, text = ask("dry run", Broken((*SET, *EXACT, *judge, *more), ""))
     assert status == 0, text
     assert "not tried from here: http://10.0.0.1/v1 is asked from the node" in text
+    teacher = ("rollout.temperature=1.0", "scorers={teacher: {kind: server, url: 'http://10.0.0.2:30000'}}")
+    status, text = ask("dry run", Broken(("recipe=tiny", *teacher), ""))
+    assert status == 0, text
+    assert "note: scorers: not tried from here: http://10.0.0.2:30000 is asked from the node" in text
 
 
 def test_a_job_gets_the_absolute_path_of_its_environment(
