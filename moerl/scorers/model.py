@@ -57,6 +57,7 @@ class ModelScorer(ScorerSection):
 
     def host_bytes(self, key: str) -> int:
         with _naming(key):
+            read_config(self.path / CONFIG_FILE)
             stored = stored_tensors(self.path).values()
         return sum(math.prod(tensor.shape) for tensor in stored) * _BYTES[self.dtype]
 
