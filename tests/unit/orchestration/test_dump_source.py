@@ -183,8 +183,8 @@ def test_a_rollout_without_a_score_is_in_quarantine(tmp_path: Path):
     assert dict(source.ledger.quarantined) == {"missing_field": 1}
 
 
-def test_engines_that_score_no_tokens_are_refused_before_they_start():
-    with pytest.raises(ConfigError, match=r"algorithm\.scores: no engine scores tokens.*rollout=dumps"):
+def test_scores_that_nothing_gives_are_refused_before_an_engine_starts():
+    with pytest.raises(ConfigError, match=r"algorithm\.scores: nothing gives these scores.*rollout=dumps"):
         check_run(load_config(["recipe=tiny", *SCORED], command="train"))
 
 
