@@ -5,8 +5,11 @@ Below every package, so that each can describe its own settings.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -17,6 +20,22 @@ class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused, no coercion, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def find_sections[S: Section](package: ModuleType, base: type[S], without: str) -> list[type[S]]:
+    """Imports the modules of a package; returns their subclasses of `base`, in the order of the modules' names.
+
+    without: module that is left out, as it asks.
+    """
+    names = [f"{package.__name__}.{each.name}" for each in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(name) for name in names if name != without]
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
+        if value is not base
+    ]
 
 
 UNSHOWN = "unshown"

@@ -18,6 +18,7 @@ from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.outcome import RolloutOutcome
+from moerl.orchestration.scoring import Scoring
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
 Answer = Callable[[str, int], Trajectory | list[Trajectory] | None]
@@ -46,6 +47,7 @@ class FakeCollector:
 
         self.said: list[str] = []
         self.say = self.said.append
+        self.scoring = Scoring({})
         self.quarantine = Quarantine(FOLDERS[-1] / "quarantine", max_rate=1.0)
 
     def watch(self, done: int, total: int, tokens: int) -> None:
@@ -58,7 +60,7 @@ class FakeCollector:
             for i in range(count)
         ]
 
-    def scored_outcomes(
+    def outcomes(
         self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
     ) -> Generator[RolloutOutcome]:
         ids = [request.lineage.rollout_id for request in requests]

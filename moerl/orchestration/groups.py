@@ -247,10 +247,10 @@ class GroupSource:
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
         found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
         num_tokens, num_refused, first = 0, 0, ""
-        prompts = [self._prompt(number) for number in numbers]
         asked = [request for group in requests.values() for request in group]
         self._watch(0, len(asked), 0)
-        with closing(collector.scored_outcomes(prompts, asked, lambda: self.version, {})) as outcomes:
+        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, {})
+        with closing(collector.scoring.outcomes(answers)) as outcomes:
             for outcome in outcomes:
                 if self._is_closed:
                     return

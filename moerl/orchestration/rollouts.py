@@ -85,7 +85,7 @@ class Collector:
     chat_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables of the chat template, for conversations in episodes."""
     scoring: Scoring = field(default_factory=lambda: Scoring({}))
-    """Scorers of the rollouts that are trained."""
+    """Scorers of the rollouts that are trained; whoever trains them passes `outcomes` through."""
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
     _failed_rewards: Counter[str] = field(default_factory=Counter[str])
@@ -199,16 +199,6 @@ class Collector:
         else:
             yield from self._responses(by_id, requests, version, prefixes)
         self.quarantine.forget(ids)
-
-    def scored_outcomes(
-        self,
-        prompts: Sequence[Prompt],
-        requests: Sequence[RolloutRequest],
-        version: Callable[[], int],
-        prefixes: Mapping[str, str],
-    ) -> Generator[RolloutOutcome]:
-        """Yields as `outcomes` does, with the scores of `scoring`. Raises `ScoreError`, too."""
-        return self.scoring.outcomes(self.outcomes(prompts, requests, version, prefixes))
 
     def _responses(
         self,

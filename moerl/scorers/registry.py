@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated
@@ -12,21 +10,9 @@ from pydantic import Field
 
 import moerl.scorers
 from moerl.scorers.section import ScorerSection
+from moerl.sections import find_sections
 
-
-def _sections() -> list[type[ScorerSection]]:
-    names = [f"{moerl.scorers.__name__}.{each.name}" for each in pkgutil.iter_modules(moerl.scorers.__path__)]
-    modules = [importlib.import_module(name) for name in names if name != __name__]
-    return [
-        value
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ScorerSection) and value.__module__ == module.__name__
-        if value is not ScorerSection
-    ]
-
-
-SCORER_SECTIONS = _sections()
+SCORER_SECTIONS = find_sections(moerl.scorers, ScorerSection, __name__)
 
 if TYPE_CHECKING:
     ScorerConfig = ScorerSection
