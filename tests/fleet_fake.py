@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 from torch import Tensor
 
 from moerl.contract.commands import Target
@@ -16,6 +18,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError, EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.backend import Attempt, AttemptResult, Bucket, KeyRefusedError, ModelFacts, TransportError
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
@@ -293,3 +296,17 @@ def make_requests(count: int, group_size: int = 1) -> list[RolloutRequest]:
     return [
         RolloutRequest(Lineage(f"r{i}", "p", f"g{i // group_size}"), (1, 2, 3), sampling, 4, (0,)) for i in range(count)
     ]
+
+
+def fall_asleep_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A thread that has begun a call of `generate` sleeps before it does anything else; event: it may go on."""
+    start, go_on = LoopThread.start, threading.Event()
+
+    def start_and_fall_asleep(loop: LoopThread, work: Any) -> Any:
+        started = start(loop, work)
+        if work.__name__ == "serve":
+            assert go_on.wait(60.0)
+        return started
+
+    monkeypatch.setattr(LoopThread, "start", start_and_fall_asleep)
+    return go_on

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from moerl.http.client import HttpClient, Request, given_up
+from moerl.processes.loop_thread import LoopThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,7 @@ class BlockingClient:
 
     def __init__(self, *, max_connections: int, uses_proxies: bool = False) -> None:
         self._client = HttpClient(max_connections=max_connections, uses_proxies=uses_proxies)
-        self._lock, self._is_closed = threading.Lock(), False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("http")
 
     def ask(self, request: Request, max_bytes: int, seconds: float) -> WholeAnswer:
         """Returns the answer to one attempt.
@@ -47,12 +43,8 @@ class BlockingClient:
         Raises:
             NoAnswerError: There is no answer, it is too long, or it does not end in time.
         """
-        with self._lock:
-            if self._is_closed:
-                raise given_up(request)
-            answer = asyncio.run_coroutine_threadsafe(self._ask(request, max_bytes, seconds), self._loop)
         try:
-            return answer.result()
+            return self._loop.start(self._ask(request, max_bytes, seconds)).result()
         except CancelledError:
             raise given_up(request) from None
 
@@ -62,18 +54,4 @@ class BlockingClient:
 
     def close(self) -> None:
         """Ends requests under way, which raise `NoAnswerError`, as those that come later do."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
+        self._loop.close(self._client.close)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +26,7 @@ from moerl.contract.ports import (
 from moerl.contract.update_kinds import check_update
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
+from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
@@ -70,18 +70,14 @@ class FleetEngine:
         """
         self._model, self._options = model, options
         self._calls: dict[int, Call] = {}
-        self._works: set[Future[None]] = set()
         self._stalled_at = 0.0
         self._will_check = self._awaits_check = self._sleeps = False
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread(f"{options.engine_id}-http")
         # A place that waits for its server must not keep others from their updates.
-        self._loop.call_soon_threadsafe(
-            self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
-        )
+        workers = ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
+        self._loop.call(lambda: asyncio.get_running_loop().set_default_executor(workers))
         weight_set = WeightSet(options.tied, keeps_copy=options.keeps_copy)
         receivers = Receivers(self._open_channel, together=True)
         sender = Sender(weight_set, receivers, options.bucket_bytes)
@@ -185,7 +181,7 @@ class FleetEngine:
     def abandon_update(self) -> None:
         """Gives up the open update: servers get back what they held before, and sampling goes on. After `end_update`,
         in place of `verify`: sampling goes on. Does nothing on a closed engine."""
-        if not self._loop.is_closed():
+        if not self._loop.is_closed:
             self._wait(self._abandon())
 
     def held_dtypes(self) -> Mapping[str, str]:
@@ -208,19 +204,21 @@ class FleetEngine:
 
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
-        if not self._thread.is_alive():
-            return
-        for work in list(self._works):
-            work.cancel()
-        self._wait(self._updates.close())
-        self._wait(self._fleet.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.close(self._leave)
+
+    async def _leave(self) -> None:
+        await self._updates.close()
+        await self._fleet.close()
 
     def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` in the event loop and returns its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Runs `work` in the event loop and returns its result. Raises EngineError if the engine is closed."""
+        try:
+            return self._loop.start(work).result()
+        except CancelledError:
+            raise self._closed() from None
+
+    def _closed(self) -> EngineError:
+        return EngineError(f"engine {self._options.engine_id!r} was closed")
 
     def _check(self, requests: Sequence[RolloutRequest]) -> None:
         if self._sleeps or self._requests.version < 0:
@@ -236,8 +234,7 @@ class FleetEngine:
     def _serve(self, call: Call, left: dict[str, None]) -> Generator[list[RolloutRecord]]:
         """Yields the records of a stream. left: ids of its rollouts without a record."""
         self._calls[id(call)] = call  # before it asks for anything: an update must know whom to cut short
-        work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
-        self._works.add(work)
+        work = self._loop.start(self._requests.serve(call))
         work.add_done_callback(lambda done: call.outcomes.put(None))
         try:
             while (records := call.outcomes.get()) is not None:
@@ -246,14 +243,13 @@ class FleetEngine:
                         del left[record.rollout_id]
                 yield records
             if work.cancelled():
-                raise EngineError(f"engine {self._options.engine_id!r} was closed while it generated")
+                raise self._closed()
             error = work.exception()
             if error is not None:
                 raise first_error(error)
         finally:
             work.cancel()
             self.unfinished = list(left)
-            self._works.discard(work)
             del self._calls[id(call)]
 
     # --- weights -----------------------------------------------------------------------------------------------------

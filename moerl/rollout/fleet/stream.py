@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest
+from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.request_loop import Call, Rollout
 
 
@@ -21,7 +21,7 @@ class FleetStream:
     def __init__(
         self,
         check: Callable[[Sequence[RolloutRequest]], None],
-        loop: asyncio.AbstractEventLoop,
+        loop: LoopThread,
         serve: Callable[[Call, dict[str, None]], Generator[list[RolloutRecord]]],
     ) -> None:
         self._check, self._loop = check, loop
@@ -32,10 +32,10 @@ class FleetStream:
         if requests:
             self._check(requests)
             self._left |= dict.fromkeys(request.lineage.rollout_id for request in requests)
-        self._loop.call_soon_threadsafe(self._call.add, [Rollout(request) for request in requests])
+        self._loop.call(self._call.add, [Rollout(request) for request in requests])
 
     def end(self) -> None:
-        self._loop.call_soon_threadsafe(self._call.add, None)
+        self._loop.call(self._call.add, None)
 
     def __iter__(self) -> Iterator[list[RolloutRecord]]:
         return self._records

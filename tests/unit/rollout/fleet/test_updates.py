@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from typing import Any
 import full_updates
 import pytest
 import torch
-from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests, reply
+from fleet_fake import FakeLauncher, FakeReply, FakeServer, fall_asleep_behind_a_call, hang_up, make_requests, reply
 from waiting import eventually
 
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import EngineError, WeightSyncError
+from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Attempt
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import Interrupt
@@ -177,15 +176,7 @@ def test_a_request_that_is_asked_before_its_call_returns_to_its_thread_is_cut_sh
 ):
     engine = engine_on(servers[0], version=-1, interrupt=Interrupt.ABORT_RESUME)
     send(engine, 3)
-    start, go_on = asyncio.run_coroutine_threadsafe, threading.Event()
-
-    def start_and_fall_asleep(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
-        started = start(work, loop)
-        if work.__name__ == "serve":
-            assert go_on.wait(60.0)
-        return started
-
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_and_fall_asleep)
+    go_on = fall_asleep_behind_a_call(monkeypatch)
     call, records, release = sampling(engine, servers[0], tokens_when_aborted=1)
     update = threading.Thread(target=send, args=(engine, 4))
     update.start()
@@ -363,24 +354,3 @@ def test_a_broken_off_update_that_was_to_be_checked_leaves_the_next_one_alone(ch
     checked.abandon_update()
     send(checked, 6)
     assert samples(servers[0], servers[1]) == [True, True]
-
-
-def test_closing_an_engine_ends_a_call_that_waits(servers, engine_on):
-    release = threading.Event()
-    servers[0].answer = lambda body: (503 if release.wait(20.0) else 504, b"")
-    engine = engine_on(servers[0])
-    problems: list[Exception] = []
-
-    def call() -> None:
-        try:
-            list(engine.generate(make_requests(2)))
-        except EngineError as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    eventually(lambda: len(servers[0].attempts) == 2)
-    engine.close()
-    thread.join(20.0)
-    release.set()
-    assert "closed" in str(problems[0])

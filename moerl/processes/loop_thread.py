@@ -1,0 +1,70 @@
+"""Event loop in a thread of its own, for threads that wait for its work. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+
+class LoopThread:
+    """Event loop in a daemon thread, from construction until `close`. Any thread may call it.
+
+    Nobody waits for ever: work is either refused or ended by `close`, whenever it was begun.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._lock, self._is_closed = threading.Lock(), False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called."""
+        return self._is_closed
+
+    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins `work` in the loop and returns what will hold its result; cancelled if the loop is closed, or is
+        before the work ends."""
+        with self._lock:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[T] = Future()
+        refused.cancel()
+        refused.set_running_or_notify_cancel()
+        return refused
+
+    def call(self, function: Callable[..., object], *values: object) -> None:
+        """Calls a function in the loop soon; never if the loop is closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(function, *values)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancels what is under way, runs `last` and ends the thread. Does nothing if it was called before.
+
+        Raises what `last` raises, once the thread has ended."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await last()
