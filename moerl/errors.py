@@ -94,6 +94,10 @@ class EpisodeError(MoerlError):
     """Call of a session that its state does not allow, or an episode that its environment did not end."""
 
 
+class SessionOverError(EpisodeError):
+    """Turn that was asked of a session in which nothing more can be sampled."""
+
+
 class ReplayError(MoerlError):
     """Failed proof of Keep Routing for a step; the optimizer update was not applied."""
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from moerl.algorithms.section import AlgorithmSection
-from moerl.algorithms.user_function import check_function, load_function
 from moerl.contract.demands import MAX_NAMES
 from moerl.errors import ConfigError
 from moerl.sections import FunctionName
+from moerl.user_function import check_function, load_function
 
 if TYPE_CHECKING:
     from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, Tensor

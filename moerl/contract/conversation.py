@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moerl.contract.episodes import Message, SampledTurn, Session
-from moerl.contract.ports import Chat
+from moerl.contract.ports import Chat, Prompt
 from moerl.errors import EpisodeError
 
 _SHOWN = 40
@@ -23,6 +23,7 @@ class Conversation:
     Attributes:
         messages: so far, with the policy's answers.
         session: tokens of the conversation.
+        tools: schemas of the tools that the policy may call.
     """
 
     def __init__(self, session: Session, chat: Chat, text: str) -> None:
@@ -30,7 +31,25 @@ class Conversation:
         answer: that of a `Prompt` with messages."""
         self.session = session
         self.messages = [dict(each) for each in chat.messages]
-        self._tools, self._text, self._ended_with = chat.tools, text, ""
+        self.tools, self._text, self._ended_with = chat.tools, text, ""
+        # Behind the prompt and behind each answer: messages, the text without that answer, and the text of its end.
+        self._answered = [(len(self.messages), text, "")]
+
+    @classmethod
+    def of(cls, prompt: Prompt, session: Session) -> Conversation:
+        """Returns the conversation of an episode's session, which begins with the messages of its prompt.
+
+        Raises:
+            EpisodeError: the prompt has no messages.
+        """
+        if prompt.chat is None:
+            raise EpisodeError(
+                "episode: the prompt has no messages",
+                seen=f"the text of {prompt.prompt_id}",
+                expected="messages, which a chat template has written",
+                remedy="set task.text_as=user (of task=guess: chat)",
+            )
+        return cls(session, prompt.chat, prompt.text)
 
     @classmethod
     async def opened(cls, parent: Session, chat: Chat, agent_id: str = "") -> Conversation:
@@ -49,7 +68,27 @@ class Conversation:
         turn = await self.session.sample(max_tokens)
         self._ended_with = turn.end_text
         self.messages.append({"role": "assistant", "content": turn.text})
+        self._answered.append((len(self.messages), self._text, turn.end_text))
         return turn
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the policy so far."""
+        return len(self._answered) - 1
+
+    def length(self, num_turns: int) -> int:
+        """Returns the number of messages up to that many answers; of those before the first one if 0."""
+        return self._answered[num_turns][0]
+
+    def fork(self, num_turns: int, agent_id: str = "") -> Conversation:
+        """Returns a conversation that goes on behind that many answers of this one, which may be sampling. Raises
+        EpisodeError if there are fewer."""
+        session = self.session.fork(agent_id, num_turns)
+        length, text, ended_with = self._answered[num_turns]
+        other = Conversation(session, Chat(tuple(self.messages[:length]), self.tools), text)
+        other._ended_with = ended_with
+        other._answered = [(length, text, ended_with)]
+        return other
 
     async def observe(self, *messages: Message) -> None:
         """Appends messages of others behind an answer.
@@ -66,11 +105,11 @@ class Conversation:
                 seen=", ".join(str(each["role"]) for each in (last, *messages)),
                 expected="messages of other roles behind an answer of the policy",
             )
-        answered = await self.session.render(self.messages, self._tools, False)
+        answered = await self.session.render(self.messages, self.tools, False)
         start = self._text + str(last["content"])
         if not answered.startswith(start):
             raise _unstable("an answer", answered, start)
-        text = await self.session.render([*self.messages, *messages], self._tools, True)
+        text = await self.session.render([*self.messages, *messages], self.tools, True)
         if not text.startswith(answered):
             raise _unstable("earlier turns", text, answered)
         behind = answered[len(start) :].removeprefix(self._ended_with) + text[len(answered) :]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.ports import Prompt, Task
 from moerl.contract.trajectory import FinishReason
@@ -35,6 +35,23 @@ class SampledTurn:
     """Reason for which sampling ended; `LENGTH` if the turn has as many tokens as it may have."""
     end_text: str = ""
     """Text of the token that ended the turn; empty if none did."""
+    logprobs: tuple[float, ...] = ()
+    """Log-prob of each sampled id under the distribution it was drawn from; natural logarithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEndpoint:
+    """Address at which an agent speaks with a policy."""
+
+    url: str
+    """Base address, with its `/v1`."""
+    key: str = field(repr=False)
+    """Key of the episode, for the header `Authorization: Bearer`."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables from which clients of OpenAI's API read both."""
+        return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
 
 
 class Session(Protocol):
@@ -85,13 +102,16 @@ class Session(Protocol):
         """
         ...
 
-    def fork(self, agent_id: str = "") -> Session:
+    def fork(self, agent_id: str = "", num_turns: int | None = None) -> Session:
         """Returns a session that goes on from the tokens of this one. They are trained in this session only.
 
-        agent_id: name of the agent that goes on; may be empty.
+        Args:
+            agent_id: name of the agent that goes on; may be empty.
+            num_turns: goes on behind the last token of that many sampled turns, or behind the prompt if 0; None =
+                behind all tokens.
 
         Raises:
-            EpisodeError: the session samples.
+            EpisodeError: the session samples, and `num_turns` is None; or there are fewer turns.
         """
         ...
 
@@ -104,12 +124,25 @@ class Session(Protocol):
         """
         ...
 
+    def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
+        """Lets agents that speak OpenAI's chat completions go on with this session, and open others in its episode,
+        as long as the context lasts ([docs](docs/episodes.md#agents-that-speak-http)).
+
+        Args:
+            prompt: of the session, made of messages.
+            ignored: fields of requests to leave aside that would be refused otherwise, such as `temperature`.
+
+        Raises:
+            EpisodeError: the prompt has no messages, or the session has sampled.
+        """
+        ...
+
 
 @runtime_checkable
 class EpisodeTask(Task, Protocol):
     """A task whose prompts are played with an environment."""
 
-    turn_seconds: ClassVar[float] = 60.0
+    turn_seconds: float = 60.0
     """Seconds that the environment may take between two requests of an episode, and from the last one to its end."""
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:

@@ -24,9 +24,11 @@ from moerl.contract.episodes import Message, Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
+from moerl.episodes.chat_door import open_door
 from moerl.episodes.join import check_answer
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
+from moerl.http.server import JsonServer
 
 _CANCEL_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
@@ -140,7 +142,8 @@ class _Play:
         """Plays it to its end, of whatever kind."""
         texts, seconds = self._stage.texts, self._stage.turn_seconds
         limit = asyncio.timeout(seconds)
-        voice = Voice(self._ask, texts.encode, texts.decode, self._render, Patience(limit, seconds).waiting)
+        waiting, serve = Patience(limit, seconds).waiting, partial(open_door, self._stage.server)
+        voice = Voice(self._ask, texts.encode, texts.decode, self._render, waiting, serve)
         rewards: list[dict[str, float]] = []
         error, failed_reward = None, None
         try:
@@ -206,6 +209,7 @@ class _Stage:
     def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float) -> None:
         self.texts, self.turn_seconds = texts, turn_seconds
         self.is_closing = False
+        self.server = JsonServer()
         self._stream = stream
         self._ended: queue.SimpleQueue[PlayedEpisode | Exception] = queue.SimpleQueue()
         # Of the loop alone: what each request that is under way resolves, and those that nobody waits for any more.
@@ -290,7 +294,8 @@ class _Stage:
         if self._tasks:
             self._loop.call_later(_POLL_SECONDS, self._stop_when_idle)
         else:
-            self._loop.stop()
+            closed = self._loop.create_task(self.server.close())
+            closed.add_done_callback(lambda done: self._loop.stop())
 
     async def ask(self, request: RolloutRequest) -> tuple[RolloutRecord, Trajectory]:
         """Returns the answer to a request. Raises `_BrokenAnswerError` if it breaks the contract."""

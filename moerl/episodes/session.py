@@ -5,17 +5,17 @@ Runs in the event loop of the episodes (`moerl.episodes.play`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moerl.contract.episodes import Message, SampledTurn
-from moerl.contract.ports import RolloutRequest
+from moerl.contract.episodes import AgentEndpoint, Message, SampledTurn
+from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
 from moerl.episodes.join import TurnPiece, join
-from moerl.errors import EpisodeError
+from moerl.errors import EpisodeError, SessionOverError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Voice:
     """Writes messages as `Session.render` does."""
     waiting: Callable[[], AbstractContextManager[None]]
     """Context in which the episode waits for the engine, not for its environment."""
+    serve: Callable[[TokenSession, Prompt, Collection[str]], AbstractAsyncContextManager[AgentEndpoint]]
+    """Opens a door to a session, as `Session.serve` does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,11 @@ class TokenSession:
         return self.request.lineage.rollout_id
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """Ids so far, of the prompt, too."""
+        return self._ids
+
+    @property
     def num_left(self) -> int:
         return len(self.request.prompt_ids) + self.request.max_new_tokens - len(self._ids)
 
@@ -75,7 +82,7 @@ class TokenSession:
     async def sample(self, max_tokens: int | None = None) -> SampledTurn:
         self._require_quiet("sample")
         if self.is_over:
-            raise EpisodeError(
+            raise SessionOverError(
                 "episode: a session that is over cannot sample",
                 seen=f"{self.num_left} tokens left" + (", aborted" if self.num_left > 0 else ""),
                 expected="a look at session.is_over first",
@@ -103,7 +110,8 @@ class TokenSession:
         end_text = self.voice.decode(sampled[-1:]) if has_end else ""
         self.turns.append(TurnPiece.of(turn, self._end))
         self._ids += sampled
-        return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text)
+        logprobs = tuple(turn.rollout_logprobs[-len(sampled) :].tolist())
+        return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text, logprobs)
 
     def observe(self, text: str) -> None:
         self._require_quiet("observe")
@@ -112,12 +120,19 @@ class TokenSession:
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
         return await self.voice.render(messages, tools, ask)
 
-    def fork(self, agent_id: str = "") -> TokenSession:
-        self._require_quiet("fork")
+    def fork(self, agent_id: str = "", num_turns: int | None = None) -> TokenSession:
+        if num_turns is None:
+            self._require_quiet("fork")
+            num_turns, ids = len(self.turns), self._ids
+        elif num_turns <= len(self.turns):
+            ids = self._ids[: self.turns[num_turns - 1].end] if num_turns else self.request.prompt_ids
+        else:
+            raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"up to {len(self.turns)}")
         lineage = self.request.lineage
         # Without a sampled token there is no trajectory that the fork could name as its parent.
-        parent = (self.rollout_id, self._end) if self.turns else (lineage.parent_rollout_id, lineage.fork_at)
-        return self._open(self._ids, self.num_left, agent_id, parent)
+        own = (self.rollout_id, self.turns[num_turns - 1].end) if num_turns else None
+        longest = len(self.request.prompt_ids) + self.request.max_new_tokens
+        return self._open(ids, longest - len(ids), agent_id, own or (lineage.parent_rollout_id, lineage.fork_at))
 
     def open(self, text: str, agent_id: str = "") -> TokenSession:
         root, ids = self.family[0].request, self._encode(text)
@@ -130,6 +145,9 @@ class TokenSession:
                 remedy="shorten it, or raise rollout.max_new_tokens",
             )
         return self._open(ids, longest - len(ids), agent_id, ("", -1))
+
+    def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
+        return self.voice.serve(self, prompt, ignored)
 
     def record(self) -> dict[str, Any]:
         """Returns the `Trajectory` fields of the session, which ends with its last sampled token.

@@ -95,7 +95,7 @@ class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward` and `accuracy`: 1 if the number was found, else 0; `guesses`: the number of turns."""
         secret, num_guesses, found = prompt.facts["secret"], 0, False
-        chat = Conversation(session, prompt.chat, prompt.text) if prompt.chat is not None else None
+        chat = Conversation.of(prompt, session) if self.has_chats else None
         while num_guesses < self.config.max_guesses and not found and not session.is_over:
             turn = await (chat or session).sample()
             num_guesses += 1

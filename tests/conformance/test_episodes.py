@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chat_streams import ask
 from conformance_cases import (
     Build,
     Engine,
@@ -21,7 +22,7 @@ from conformance_cases import (
 from episode_texts import TEXTS
 
 from moerl.contract.episodes import Session, in_thread
-from moerl.contract.ports import RolloutRecord
+from moerl.contract.ports import Chat, Prompt, RolloutRecord
 from moerl.contract.trajectory import Trajectory, TurnKind
 from moerl.episodes.play import Episode, play
 
@@ -64,6 +65,30 @@ async def with_a_fork(session: Session) -> Mapping[str, float]:
     await other.sample(3)
     other.rewards["reward"] = 0.5
     return {"reward": 1.0}
+
+
+async def through_the_door(session: Session) -> Mapping[str, float]:
+    """An agent that speaks HTTP: two answers to one question, each gone on with, and a sub-agent."""
+    question, more = {"role": "user", "content": "a question"}, {"role": "user", "content": "and more"}
+    chat = Chat((question,))
+    prompt = Prompt("p", TEXTS.render(chat.messages, (), True), {}, chat)
+    async with session.serve(prompt) as endpoint:
+        answer = await ask(endpoint, [question], n=2, max_tokens=5)
+        choices = [choice["message"] for choice in answer.json()["choices"]]
+        await asyncio.gather(*(ask(endpoint, [question, each, more], max_tokens=6) for each in choices))
+        await ask(endpoint, [{"role": "system", "content": "another"}, question], max_tokens=4)
+    return {"reward": 1.0}
+
+
+def test_turns_through_the_door_are_scored_and_routed_as_by_a_full_forward_pass(build: Build, subject: Subject):
+    model = subject.model(0)
+    found = played(build(), through_the_door, 4)
+    assert len(found) == 12
+    for trajectory in found.values():
+        require_routes(trajectory, model)
+        require_scores(trajectory, model)
+    num_turns = [sum(turn.kind is TurnKind.SAMPLED for turn in each.turns) for each in found.values()]
+    assert sorted(num_turns) == [1] * 4 + [2] * 8
 
 
 def test_an_episode_of_one_turn_is_the_response_without_episodes(build: Build):

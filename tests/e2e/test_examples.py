@@ -46,6 +46,7 @@ OUTCOMES = {
     "programs": Outcome((*FEW, "evaluation.samples=2"), leaves="runs/programs/final_model/config.json"),
     "custom_loss": Outcome(leaves="runs/custom_loss/report.html"),
     "distillation": Outcome(("rl.steps=2",), ("sft.steps=2",), leaves="runs/distilled/report.html"),
+    "agent": Outcome((*FEW, "rollout.max_new_tokens=160"), leaves="runs/agent/report.html"),
     "sweep": Outcome(("--show-config",), said="keep_routing.mode=rollout"),
     "slurm_one_node": Outcome(said="#SBATCH --nodes=1"),
     "slurm_two_nodes": Outcome(said="#SBATCH --nodes=2"),

@@ -50,7 +50,7 @@ OPENS_BY_ITSELF = {
     "moerl/launch/doctor/servers.py": "reads /proc",
     "moerl/http/keys.py": "opens without waiting, and looks at the owner too",
     "moerl/launch/run_lock.py": "opens without waiting, and looks at the owner too",
-    "moerl/algorithms/user_function.py": "reads a module of the user as Python does",
+    "moerl/user_function.py": "reads a module of the user as Python does",
     "moerl/rollout/shared_memory.py": "opens memory",
     "moerl/rollout/sglang/install.py": "reads files of this package and of its installation",
     "moerl/rollout/sglang/patches.py": "reads files of this package and of its installation",

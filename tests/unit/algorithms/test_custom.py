@@ -14,9 +14,9 @@ from user_losses import GRPO_BY_HAND
 
 from moerl.algorithms.custom import Custom
 from moerl.algorithms.policy import PolicyLoss, RewardedBatch
-from moerl.algorithms.user_function import load_function
 from moerl.config.load import load_config
 from moerl.errors import ConfigError
+from moerl.user_function import load_function
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.1}
 BATCH = RewardedBatch(

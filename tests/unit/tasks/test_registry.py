@@ -13,6 +13,7 @@ import yaml
 from moerl.config.compose import CONFIGS
 from moerl.tasks.chain_sum import ChainSumTaskConfig
 from moerl.tasks.dataset import DatasetTaskConfig
+from moerl.tasks.environment import EnvironmentTaskConfig
 from moerl.tasks.guess import GuessTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig
 from moerl.tasks.registry import TASK_SECTIONS
@@ -79,7 +80,13 @@ except ConfigError as error:
 
 
 def test_the_tasks_are_those_of_the_modules_with_a_section():
-    assert [ChainSumTaskConfig, DatasetTaskConfig, GuessTaskConfig, JsonlTaskConfig] == TASK_SECTIONS
+    assert [
+        ChainSumTaskConfig,
+        DatasetTaskConfig,
+        EnvironmentTaskConfig,
+        GuessTaskConfig,
+        JsonlTaskConfig,
+    ] == TASK_SECTIONS
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "task").glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,0 +1,286 @@
+"""Door for agents that speak OpenAI's chat completions: each request goes on with a session of the episode.
+
+A client sends the whole conversation each time. The door looks for the conversation whose answers the messages begin
+with, goes on there, and encodes only what is new; so every token that was sampled stays as it was:
+
+    messages                                       what happens
+    go on behind the latest answer                 the session goes on
+    go on behind an earlier answer, or repeat      a fork behind the last answer that is the same
+    hold no answer, and begin in another way       a session of its own (a sub-agent, another system prompt)
+    hold an answer that the policy did not give    refused by name
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.contract.conversation import Conversation
+from moerl.contract.episodes import AgentEndpoint, SampledTurn
+from moerl.contract.ports import Chat, Prompt
+from moerl.contract.tool_calls import ToolFormat
+from moerl.contract.trajectory import FinishReason
+from moerl.episodes.chat_request import ChatMessage, ChatRequest, read_request
+from moerl.episodes.session import TokenSession
+from moerl.errors import EpisodeError, MoerlError, SessionOverError
+from moerl.http.server import JsonReply, JsonServer, refusal
+
+_COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"
+
+
+@asynccontextmanager
+async def open_door(
+    server: JsonServer, session: TokenSession, prompt: Prompt, ignored: Collection[str]
+) -> AsyncIterator[AgentEndpoint]:
+    """Opens a door to a session as long as the context lasts. Arguments and errors as in `Session.serve`."""
+    conversation = Conversation.of(prompt, session)
+    if session.token_ids != list(session.request.prompt_ids):
+        raise _used(len(session.token_ids), len(session.request.prompt_ids))
+    async with server.admit(ChatDoor(session, conversation, ignored).answer) as (url, key):
+        yield AgentEndpoint(f"{url}/v1", key)
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A conversation of the episode."""
+
+    conversation: Conversation
+    """Its messages, with the policy's answers as they were sampled."""
+    shown: list[ChatMessage]
+    """The same messages as a client knows them: calls stand apart from the text."""
+    num_tokens: int
+    """Tokens of its session behind the latest answer, or of its prompt."""
+    is_busy: bool = False
+    """True while an answer is being sampled."""
+
+    @property
+    def session(self) -> TokenSession:
+        session = self.conversation.session
+        assert isinstance(session, TokenSession)
+        return session
+
+    @property
+    def is_open(self) -> bool:
+        """True if an answer can be sampled behind the latest one."""
+        end = self.conversation.length(self.conversation.num_turns)
+        return not self.is_busy and len(self.conversation.messages) == end
+
+    def turns_shared(self, messages: Sequence[ChatMessage]) -> int:
+        """Returns behind how many answers of this conversation `messages` can go on; -1 if behind none, nor behind
+        its beginning."""
+        pairs = zip(messages, self.shown, strict=False)
+        num_same = next((i for i, (a, b) in enumerate(pairs) if not a.is_same(b)), min(len(messages), len(self.shown)))
+        for num_turns in range(self.conversation.num_turns, -1, -1):
+            length = self.conversation.length(num_turns)
+            new = messages[length:]
+            ends_with_answer = self.shown[length - 1].role == "assistant"
+            goes_on = length <= num_same and not any(each.role == "assistant" for each in new)
+            if goes_on and bool(new) == ends_with_answer:
+                return num_turns
+        return -1
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    branch: Branch
+    turn: SampledTurn
+    prompt_ids: tuple[int, ...]
+    message: ChatMessage
+
+
+class ChatDoor:
+    """Conversations of one episode, by their messages. Belongs to the event loop of the episodes."""
+
+    def __init__(self, session: TokenSession, conversation: Conversation, ignored: Collection[str]) -> None:
+        self._session, self._ignored = session, ignored
+        shown = [ChatMessage.model_validate(each) for each in conversation.messages]
+        self._branches = [Branch(conversation, shown, len(session.token_ids))]
+        self._formats: dict[str, ToolFormat] = {}
+        self._num_calls = 0
+
+    async def answer(self, method: str, path: str, body: Any) -> JsonReply:
+        """Answers a request; what cannot be done is said with status 400 or 404, which no client repeats."""
+        if (method, path) == ("GET", _MODELS):
+            return JsonReply({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "moerl"}]})
+        if (method, path) != ("POST", _COMPLETIONS):
+            what = f"{method} {path}: no such endpoint; there are POST {_COMPLETIONS} and GET {_MODELS}"
+            return JsonReply(refusal(what, "not_found"), 404)
+        try:
+            request = read_request(body, self._session.request.sampling, self._ignored)
+            choices = await self._choices(request)
+        except MoerlError as error:
+            code = "context_length_exceeded" if isinstance(error, SessionOverError) else "refused"
+            return JsonReply(refusal(str(error), code), 400)
+        whole = _completion(request, choices)
+        return JsonReply(_chunks(whole, request), is_stream=True) if request.stream else JsonReply(whole)
+
+    async def _choices(self, request: ChatRequest) -> list[_Choice]:
+        tool_format = await self._format(request)
+        branches: list[Branch] = []
+        try:
+            for _ in range(request.n):
+                branches.append(await self._branch(request))
+            work = [self._sample(branch, request, tool_format) for branch in branches]
+            tasks = [asyncio.ensure_future(each) for each in work]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for branch in branches:
+                branch.is_busy = False
+
+    async def _branch(self, request: ChatRequest) -> Branch:
+        """Returns a conversation that can go on with the request, marked as busy."""
+        tools = tuple(request.tools)
+        found, num_turns = None, -1
+        for branch in self._branches:
+            shared = branch.turns_shared(request.messages) if branch.conversation.tools == tools else -1
+            if shared > num_turns or (shared == num_turns >= 0 and branch.is_open and not (found and found.is_open)):
+                found, num_turns = branch, shared
+        if found is None:
+            if any(each.role == "assistant" for each in request.messages):
+                raise self._foreign_answer(request)
+            chat = Chat(tuple(each.plain() for each in request.messages), tools)
+            name = f"agent-{len(self._branches)}"
+            found = self._begun(await Conversation.opened(self._session, chat, name), list(request.messages))
+        elif not found.is_open or num_turns < found.conversation.num_turns:
+            shown = found.shown[: found.conversation.length(num_turns)]
+            found = self._begun(found.conversation.fork(num_turns), shown)
+        found.is_busy = True
+        return found
+
+    def _begun(self, conversation: Conversation, shown: list[ChatMessage]) -> Branch:
+        session = conversation.session
+        assert isinstance(session, TokenSession)
+        self._branches.append(Branch(conversation, shown, len(session.token_ids)))
+        return self._branches[-1]
+
+    async def _sample(self, branch: Branch, request: ChatRequest, tool_format: ToolFormat | None) -> _Choice:
+        conversation, session = branch.conversation, branch.session
+        if len(session.token_ids) != branch.num_tokens:
+            raise _used(len(session.token_ids), branch.num_tokens)
+        new = request.messages[len(branch.shown) :]
+        if new:
+            await conversation.observe(*(each.plain() for each in new))
+        prompt_ids = tuple(session.token_ids)
+        turn = await conversation.sample(
+            None if request.limit is None else min(request.limit, max(session.num_left, 1))
+        )
+        message = self._message(turn, tool_format)
+        branch.shown += [*new, message]
+        branch.num_tokens = len(session.token_ids)
+        return _Choice(branch, turn, prompt_ids, message)
+
+    def _message(self, turn: SampledTurn, tool_format: ToolFormat | None) -> ChatMessage:
+        """Returns an answer as a client is to see it, and to send it back."""
+        content, calls = (turn.text, []) if tool_format is None else tool_format.parse(turn.text)
+        written: list[dict[str, Any]] = []
+        for call in calls:
+            self._num_calls += 1
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            written.append({"id": f"call_{self._num_calls}", "type": "function", "function": function})
+        return ChatMessage(role="assistant", content=content, tool_calls=written)
+
+    async def _format(self, request: ChatRequest) -> ToolFormat | None:
+        """Returns the form of calls; None if none are to be read."""
+        if not request.tools or request.tool_choice == "none":
+            return None
+        key = json.dumps(request.tools, sort_keys=True)
+        if key not in self._formats:
+            self._formats[key] = await ToolFormat.of(self._session.render, request.tools)
+        return self._formats[key]
+
+    def _foreign_answer(self, request: ChatRequest) -> EpisodeError:
+        known = [each for branch in self._branches for each in branch.shown if each.role == "assistant"]
+        answers = ((i, each) for i, each in enumerate(request.messages) if each.role == "assistant")
+        place = next((i for i, each in answers if not any(each.is_same(other) for other in known)), None)
+        return EpisodeError(
+            "chat completions: the history is none that this episode had",
+            seen="answers in another order, or behind other messages"
+            if place is None
+            else f"message {place} is no answer of the policy",
+            expected="messages so far as they were sent and answered, and others behind",
+            remedy="send the history unchanged; for a conversation of its own, begin without answers",
+        )
+
+
+def _used(seen: int, expected: int) -> EpisodeError:
+    return EpisodeError(
+        "episode: a session was used beside its door",
+        seen=f"{seen} tokens",
+        expected=f"{expected}, those of its messages",
+        remedy="serve a session before its first turn, once, and leave it to the agent; others can be opened beside it",
+    )
+
+
+def _completion(request: ChatRequest, choices: Sequence[_Choice]) -> dict[str, Any]:
+    """Returns the body of an answer."""
+    num_prompt, num_sampled = len(choices[0].prompt_ids), sum(len(each.turn.token_ids) for each in choices)
+    content: dict[str, Any] = {
+        "id": f"chatcmpl-{choices[0].branch.session.rollout_id}-{choices[0].branch.conversation.num_turns}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": [_choice(request, index, each) for index, each in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
+    }
+    return content | ({"prompt_token_ids": list(choices[0].prompt_ids)} if request.return_token_ids else {})
+
+
+def _choice(request: ChatRequest, index: int, choice: _Choice) -> dict[str, Any]:
+    turn, message = choice.turn, choice.message
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content or None}
+    if message.tool_calls:
+        shown["tool_calls"] = message.tool_calls
+    ended = "stop" if turn.finish_reason is FinishReason.STOP else "length"
+    content: dict[str, Any] = {
+        "index": index,
+        "message": shown,
+        "finish_reason": "tool_calls" if message.tool_calls and ended == "stop" else ended,
+        "logprobs": None,
+    }
+    if request.logprobs:
+        content["logprobs"] = {"content": _logprobs(choice), "refusal": None}
+    if request.return_token_ids:
+        content["token_ids"] = list(turn.token_ids)
+    return content
+
+
+def _logprobs(choice: _Choice) -> list[Mapping[str, Any]]:
+    session = choice.branch.session
+    rows: list[Mapping[str, Any]] = []
+    for token, logprob in zip(choice.turn.token_ids, choice.turn.logprobs, strict=True):
+        text = session.voice.decode([token])
+        rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return rows
+
+
+def _chunks(whole: Mapping[str, Any], request: ChatRequest) -> list[dict[str, Any]]:
+    """Returns an answer as the events of a stream: of each choice its message, then its end."""
+    same = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = []
+    for choice in whole["choices"]:
+        message = dict(choice["message"])
+        if "tool_calls" in message:
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        begun = {**choice, "delta": message, "finish_reason": None}
+        del begun["message"]
+        ended = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+        chunks += [{**same, "choices": [begun]}, {**same, "choices": [ended]}]
+    if "prompt_token_ids" in whole:
+        chunks[0]["prompt_token_ids"] = whole["prompt_token_ids"]
+    if request.stream_options.include_usage:
+        chunks.append({**same, "choices": [], "usage": whole["usage"]})
+    return chunks

@@ -1,0 +1,186 @@
+"""Requests for chat completions: each field has an effect, asks for nothing by its value, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from moerl.contract.fields import SamplingParams
+from moerl.errors import EpisodeError
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+Limit = Annotated[int, Field(ge=1)]
+_SHOWN = 80
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_empty(cls, values: Any) -> Any:
+        """Leaves out fields without a value: clients send back what they got, with null for what is not there."""
+        if not isinstance(values, dict):
+            return values
+        return {name: each for name, each in cast("dict[Any, Any]", values).items() if each not in (None, [], {})}
+
+
+class ChatMessage(_Strict):
+    """One message of a request."""
+
+    role: str
+    """Role as the template knows it."""
+    content: str = ""
+    """Text; parts are joined."""
+    name: str | None = None
+    """Name of who speaks, or of a tool."""
+    tool_calls: list[dict[str, Any]] = []
+    """Calls of an answer, as they were given."""
+    tool_call_id: str | None = None
+    """Id of the call that a tool answers."""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("parts that are texts")
+        return "".join(cast("list[str]", texts))
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the fields that have a value, for a template."""
+        return self.model_dump(exclude_defaults=True) | {"content": self.content}
+
+    def is_same(self, other: ChatMessage) -> bool:
+        """Returns True if two messages say the same, however the JSON of their calls is written."""
+        return _comparable(self) == _comparable(other)
+
+
+class StreamOptions(_Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """True if the stream ends with the numbers of tokens."""
+
+
+class ChatRequest(_Strict):
+    """A request for a chat completion, as OpenAI's clients send it."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """Whole conversation."""
+    model: str = "policy"
+    """Name that the answer repeats."""
+    tools: list[dict[str, Any]] = []
+    """Schemas as they came."""
+    tool_choice: Literal["auto", "none"] = "auto"
+    """Reading of calls, `none` leaves them in the text; what the policy samples is never forced."""
+    max_tokens: Limit | None = None
+    """Limit of the answer."""
+    max_completion_tokens: Limit | None = None
+    """Limit of the answer, by its newer name."""
+    n: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of answers."""
+    stream: bool = False
+    """True for server-sent events; they come once the answer is whole."""
+    stream_options: StreamOptions = StreamOptions()
+    """Options of a stream."""
+    logprobs: bool = False
+    """True if the log-prob of each sampled token is asked for."""
+    return_token_ids: bool = False
+    """True if ids of prompt and answer are asked for."""
+    temperature: float | None = None
+    """Temperature of the run, or nothing."""
+    top_p: float | None = None
+    """Nucleus mass of the run, or nothing."""
+    top_k: int | None = None
+    """Value of the run, -1 if it cuts none, or nothing."""
+    min_p: float | None = None
+    """Value of the run, or nothing."""
+    # Fields that change no token.
+    user: Any = None
+    """Label."""
+    metadata: Any = None
+    """Label."""
+    store: Any = None
+    """Label."""
+    parallel_tool_calls: Literal[True] = True
+    """Calls side by side are the policy's choice."""
+    # Fields that other values than these would give an effect.
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
+    """Nothing is known of tokens that were not sampled."""
+    stop: Annotated[list[str], Field(max_length=0)] = []
+    """An answer ends with the model's end token."""
+    frequency_penalty: Zero = 0.0
+    """None."""
+    presence_penalty: Zero = 0.0
+    """None."""
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of the answer; None if there is no limit."""
+        return min((each for each in (self.max_tokens, self.max_completion_tokens) if each is not None), default=None)
+
+
+def read_request(body: object, sampling: SamplingParams, ignored: Collection[str]) -> ChatRequest:
+    """Returns the request of a body.
+
+    Args:
+        sampling: distribution of the run, which a request cannot change.
+        ignored: fields that are left aside.
+
+    Raises:
+        EpisodeError: a field is unknown, or asks for what a run does not do.
+    """
+    if isinstance(body, dict):
+        body = {name: each for name, each in cast("dict[Any, Any]", body).items() if name not in ignored}
+    try:
+        request = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise _refused(place, first.get("input"), first["msg"]) from None
+    own: Mapping[str, float] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "min_p": sampling.min_p,
+    }
+    for name, value in own.items():
+        seen = getattr(request, name)
+        if seen is not None and seen != value:
+            raise _refused(name, seen, f"{value}, as the run samples")
+    return request
+
+
+def _comparable(message: ChatMessage) -> object:
+    calls = list[object]()
+    for call in message.tool_calls:
+        function: object = call.get("function")
+        if isinstance(function, dict):
+            written = cast("dict[str, Any]", function)
+            function = {**written, "arguments": _parsed(written.get("arguments"))}
+        calls.append((call.get("id"), function))
+    return message.role, message.content, message.name, message.tool_call_id, calls
+
+
+def _parsed(arguments: object) -> object:
+    """Returns the value of JSON, or what came if it is none."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _refused(name: str, seen: object, expected: str) -> EpisodeError:
+    text = repr(seen)
+    return EpisodeError(
+        f"chat completions: {name}",
+        seen=text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...",
+        expected=expected,
+        remedy="leave it out, or name it in `ignored` of session.serve",
+    )

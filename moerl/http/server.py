@@ -1,0 +1,124 @@
+"""Server of JSON over HTTP on loopback, in the event loop that opens it. Each caller is known by its key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+MAX_BODY_BYTES = 64 << 20
+"""The longest request; a conversation of a million tokens has some 10 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonReply:
+    """Answer of a handler."""
+
+    content: Any
+    """JSON data; of a stream its events, in order."""
+    status: int = 200
+    """HTTP status."""
+    is_stream: bool = False
+    """True if `content` is a sequence that is sent as server-sent events, with `[DONE]` behind them."""
+
+
+Handler = Callable[[str, str, Any], Awaitable[JsonReply]]
+"""Answers a request; gets method, path and JSON body (None if there is none). Cancelled if the caller goes away."""
+
+
+@dataclass(slots=True)
+class _Caller:
+    handler: Handler
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+
+
+class JsonServer:
+    """Server whose callers come and go. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._callers: dict[str, _Caller] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._port = 0
+
+    @asynccontextmanager
+    async def admit(self, handler: Handler) -> AsyncIterator[tuple[str, str]]:
+        """Admits a caller as long as the context lasts; yields the server's address and the caller's key. Requests that
+        are under way at its end are cancelled."""
+        await self._start()
+        key = secrets.token_urlsafe(32)
+        caller = self._callers[key] = _Caller(handler)
+        try:
+            yield f"http://127.0.0.1:{self._port}", key
+        finally:
+            del self._callers[key]
+            tasks = list(caller.tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Ends the server; it may be used again."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app.router.add_route("*", "/{path:.*}", self._serve)
+            # A caller that gave up reads no answer: what it asked for is not to happen.
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+            except BaseException:
+                await runner.cleanup()
+                raise
+            self._runner, self._port = runner, runner.addresses[0][1]
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        caller = self._callers.get(key.strip()) if scheme.lower() == "bearer" else None
+        if caller is None:
+            return _json(refusal("no such key; an episode's key ends with it", "invalid_api_key"), 401)
+        task = asyncio.current_task()
+        assert task is not None
+        caller.tasks.add(task)
+        try:
+            try:
+                text = await request.text()
+                body = json.loads(text) if text else None
+            except (ValueError, LookupError, RecursionError):
+                return _json(refusal("the body is no JSON", "invalid_json"), 400)
+            reply = await caller.handler(request.method, request.path, body)
+        finally:
+            caller.tasks.discard(task)
+        return await _events(request, reply.content) if reply.is_stream else _json(reply.content, reply.status)
+
+
+def refusal(message: str, code: str) -> dict[str, Any]:
+    """Returns an error as clients of OpenAI's API read it."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _json(content: Any, status: int) -> web.Response:
+    return web.json_response(content, status=status)
+
+
+async def _events(request: web.Request, events: Sequence[Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
