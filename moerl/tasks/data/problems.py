@@ -35,11 +35,11 @@ class ProblemRows(DemonstrationTask, ChatTask):
 
     def size(self, split: str) -> int:
         """Counts the prompts of a split."""
-        return len(self._of(split))
+        return len(self.problems(split))
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
-        problems = self._of(split)
+        problems = self.problems(split)
         if not 0 <= count <= len(problems):
             raise ConfigError(
                 f"the {split} split of the data does not have that many prompts",
@@ -56,12 +56,12 @@ class ProblemRows(DemonstrationTask, ChatTask):
     def check(self, *, num_demonstrations: int) -> None:
         """Checks that there are demonstrations, and a row at all. Raises `ConfigError`."""
         self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
-        self._firsts()
+        self.first_problems()
 
-    def _firsts(self) -> list[Problem]:
+    def first_problems(self) -> list[Problem]:
         """Returns the first problem of each split that has one, with a demonstration if there is any. Raises
         `ConfigError` if no split has a problem."""
-        splits = [problems for split in SPLITS if (problems := self._of(split))]
+        splits = [problems for split in SPLITS if (problems := self.problems(split))]
         firsts = [next((each for each in split if each.response is not None), split[0]) for split in splits]
         if not firsts:
             raise ConfigError(
@@ -89,7 +89,7 @@ class ProblemRows(DemonstrationTask, ChatTask):
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns the prompts of the first `count` training rows, and their responses if there are any: a tokenizer is
         trained on them."""
-        problems = self._of("train")[:count]
+        problems = self.problems("train")[:count]
         prompts = [text for each in problems for text in _texts(each.prompt)]
         return prompts + [each.response for each in problems if each.response is not None]
 
@@ -113,7 +113,8 @@ class ProblemRows(DemonstrationTask, ChatTask):
     def notes(self) -> list[str]:
         return list(self._notes)
 
-    def _of(self, split: str) -> list[Problem]:
+    def problems(self, split: str) -> list[Problem]:
+        """Returns the problems of a split. `ConfigError` if there is no such split."""
         if split not in self._splits:
             raise ConfigError(
                 "unknown split", seen=split, expected=", ".join(SPLITS), remedy="name one of these splits"

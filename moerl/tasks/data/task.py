@@ -65,7 +65,7 @@ class RowsTask(ProblemRows):
 
     def _check_column(self, key: str, column: str) -> None:
         for split in SPLITS:
-            problems = self._of(split)
+            problems = self.problems(split)
             lacking = [each for each in problems if each.prompt.facts.get(column) is None]
             if lacking:
                 names = ", ".join(map(repr, lacking[0].prompt.facts))
@@ -80,7 +80,7 @@ class RowsTask(ProblemRows):
     def try_rewards(self) -> None:
         """Asks for the rewards of one response to a row of each split: of a demonstration, or of a dummy if the row has
         none."""
-        for first in self._firsts():
+        for first in self.first_problems():
             self._try_rewards(first)
 
     def _try_rewards(self, first: Problem) -> None:
