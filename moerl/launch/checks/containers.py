@@ -13,7 +13,7 @@ from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.gpus import last_line
-from moerl.launch.checks.inputs import Note
+from moerl.launch.checks.inputs import Note, all_of
 
 SRUN_SECONDS = 30.0
 PYXIS_OPTION = "--container-image"
@@ -50,27 +50,34 @@ def look_at_container(facts: Facts) -> str | Note:
             expected="the plugin pyxis, on the machine that submits the job and on its nodes",
             remedy="set runtime to enroot or apptainer, or ask whoever runs this cluster for pyxis",
         )
+    notes: list[Note] = []
     if isinstance(pyxis, str):
-        return Note(
-            f"cannot be asked for pyxis: {pyxis}",
-            f"`srun --help` with {PYXIS_OPTION}",
-            "run this on a machine of SLURM",
+        notes.append(
+            Note(
+                f"cannot be asked for pyxis: {pyxis}",
+                f"`srun --help` with {PYXIS_OPTION}",
+                "run this on a machine of SLURM",
+            )
         )
     hidden = [str(path) for path in _read(facts.config) if not any(path.is_relative_to(each) for each in facts.shown)]
-    if facts.image is not None and not facts.image.exists():
-        return Note(
-            f"{facts.image}: cannot be seen from here",
-            "the image, at the same place on the nodes",
-            "nothing, if the nodes have it; otherwise correct container.image of the site file",
-        )
     if hidden:
-        return Note(
-            f"no mount of {facts.container} shows {', '.join(hidden)}",
-            "what the run reads, and the hub's cache, inside of the container, at the same place",
-            "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if settings of"
-            " the cluster mount them",
+        notes.append(
+            Note(
+                f"no mount of {facts.container} shows {', '.join(hidden)}",
+                "what the run reads, and the hub's cache, inside of the container, at the same place",
+                "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if"
+                " settings of the cluster mount them",
+            )
         )
-    return f"{facts.container} shows what is read"
+    if facts.image is not None and not facts.image.exists():
+        notes.append(
+            Note(
+                f"{facts.image}: cannot be seen from here",
+                "the image, at the same place on the nodes",
+                "nothing, if the nodes have it; otherwise correct container.image of the site file",
+            )
+        )
+    return all_of(notes) if notes else f"{facts.container} shows what is read"
 
 
 def _read(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:

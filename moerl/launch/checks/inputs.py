@@ -7,6 +7,7 @@ error if a run could not work.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,12 @@ class Note:
     """State in which there would be no note."""
     remedy: str
     """Advice to the user; may say that nothing has to be done."""
+
+
+def all_of(notes: Sequence[Note]) -> Note:
+    """Returns one note that says what several say; at least one."""
+    seen, expected, remedies = zip(*((each.seen, each.expected, each.remedy) for each in notes), strict=True)
+    return Note("; ".join(seen), "; ".join(expected), "; ".join(remedies))
 
 
 def look_at_keys(facts: Facts) -> str:

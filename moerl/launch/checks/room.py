@@ -21,7 +21,7 @@ from moerl.config.server_layout import check_nodes_of_servers
 from moerl.config.threads import cluster_cpus
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
-from moerl.launch.checks.inputs import Note
+from moerl.launch.checks.inputs import Note, all_of
 from moerl.machine.memory import total_parameters
 
 LEAST_HOST_BYTES = 8 * 2**30
@@ -52,17 +52,15 @@ def look_at_devices(facts: Facts) -> str | Note:
         return f"{gpus} GPUs for {text}"
     if config.launch.on == "ray" and facts.door == "dry run" and facts.num_cores is not None:
         _check_cores_of_cluster(cluster_cpus(config), facts.num_cores)
+    notes: list[Note] = []
     if facts.num_cores is not None and needed > facts.num_cores:
-        return Note(
-            f"{facts.num_cores} cores for {text}", f"{needed} cores", "take fewer ranks, or a machine with more cores"
-        )
+        few = f"{facts.num_cores} cores for {text}"
+        notes.append(Note(few, f"{needed} cores", "take fewer ranks, or a machine with more cores"))
     if facts.door == "dry run" and total_parameters(describe_model(config)) >= LARGE_MODEL_PARAMETERS:
-        return Note(
-            f"{text}, on CPUs, with a model of billions of parameters",
-            "GPUs",
-            "set gpus_per_node in the site file (--site), as examples/slurm_one_node shows",
-        )
-    return f"{text}, on CPUs"
+        large = f"{text}, on CPUs, with a model of billions of parameters"
+        remedy = "set gpus_per_node in the site file (--site), as examples/slurm_one_node shows"
+        notes.append(Note(large, "GPUs", remedy))
+    return all_of(notes) if notes else f"{text}, on CPUs"
 
 
 def _check_cores_of_cluster(asked: int, num_cores: int) -> None:

@@ -73,6 +73,12 @@ def test_data_dumps_and_an_image_that_no_node_may_have_are_notes(tmp_path: Path)
     missing = look_at_container(of_no_node)
     assert isinstance(missing, Note)
     assert missing.seen == f"{tmp_path / 'moerl.sqsh'}: cannot be seen from here"
+    both = facts("enroot", *own)
+    both.image = of_no_node.image
+    seen = look_at_container(both)
+    assert isinstance(seen, Note)
+    for each in (f"shows {data}", "moerl.sqsh: cannot be seen", "add them to `mounts`", "correct container.image"):
+        assert each in f"{seen.seen} {seen.remedy}", "one finding hides no other"
     of_no_node.image.touch()
     assert isinstance(look_at_container(of_no_node), str)
 
