@@ -78,6 +78,7 @@ def played(
     ignored: Sequence[str] = (),
     max_tokens: int = 2000,
     render: Callable[[Sequence[Message], Sequence[Message], bool], str] = hermes,
+    decode: Callable[[Sequence[int]], str] = decode,
 ) -> PlayedEpisode:
     """Plays one episode in which an agent has the door."""
     chat = Chat((QUESTION,), tuple(tools))

@@ -1,4 +1,4 @@
-"""Door for agents that speak OpenAI's chat completions: each request goes on with a session of the episode.
+"""Chat completions of agents: each request goes on with a session of the episode.
 
 A client sends the whole conversation each time. The door looks for the conversation whose answers the messages begin
 with, goes on there, and encodes only what is new; so every token that was sampled stays as it was:
@@ -15,34 +15,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moerl.contract.conversation import Conversation
-from moerl.contract.episodes import AgentEndpoint, SampledTurn
-from moerl.contract.ports import Chat, Prompt
+from moerl.contract.episodes import SampledTurn
+from moerl.contract.ports import Chat
 from moerl.contract.tool_calls import ToolFormat
 from moerl.contract.trajectory import FinishReason
 from moerl.episodes.chat_request import ChatMessage, ChatRequest, read_request
 from moerl.episodes.session import TokenSession
-from moerl.errors import EpisodeError, MoerlError, SessionOverError
-from moerl.http.server import JsonReply, JsonServer, refusal
-
-_COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"
-
-
-@asynccontextmanager
-async def open_door(
-    server: JsonServer, session: TokenSession, prompt: Prompt, ignored: Collection[str]
-) -> AsyncIterator[AgentEndpoint]:
-    """Opens a door to a session as long as the context lasts. Arguments and errors as in `Session.serve`."""
-    conversation = Conversation.of(prompt, session)
-    if session.token_ids != list(session.request.prompt_ids):
-        raise _used(len(session.token_ids), len(session.request.prompt_ids))
-    async with server.admit(ChatDoor(session, conversation, ignored).answer) as (url, key):
-        yield AgentEndpoint(f"{url}/v1", key)
+from moerl.errors import EpisodeError
+from moerl.http.server import JsonReply
 
 
 @dataclass(slots=True, eq=False)
@@ -103,19 +88,10 @@ class ChatDoor:
         self._formats: dict[str, ToolFormat] = {}
         self._num_calls = 0
 
-    async def answer(self, method: str, path: str, body: Any) -> JsonReply:
-        """Answers a request; what cannot be done is said with status 400 or 404, which no client repeats."""
-        if (method, path) == ("GET", _MODELS):
-            return JsonReply({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "moerl"}]})
-        if (method, path) != ("POST", _COMPLETIONS):
-            what = f"{method} {path}: no such endpoint; there are POST {_COMPLETIONS} and GET {_MODELS}"
-            return JsonReply(refusal(what, "not_found"), 404)
-        try:
-            request = read_request(body, self._session.request.sampling, self._ignored)
-            choices = await self._choices(request)
-        except MoerlError as error:
-            code = "context_length_exceeded" if isinstance(error, SessionOverError) else "refused"
-            return JsonReply(refusal(str(error), code), 400)
+    async def complete(self, body: object) -> JsonReply:
+        """Answers a request. Raises MoerlError if it cannot be carried out."""
+        request = read_request(body, self._session.request.sampling, self._ignored)
+        choices = await self._choices(request)
         whole = _completion(request, choices)
         return JsonReply(_chunks(whole, request), is_stream=True) if request.stream else JsonReply(whole)
 
@@ -140,18 +116,19 @@ class ChatDoor:
     async def _branch(self, request: ChatRequest) -> Branch:
         """Returns a conversation that can go on with the request, marked as busy."""
         tools = tuple(request.tools)
-        found, num_turns = None, -1
+        found, num_turns, is_open = None, -1, False
         for branch in self._branches:
             shared = branch.turns_shared(request.messages) if branch.conversation.tools == tools else -1
-            if shared > num_turns or (shared == num_turns >= 0 and branch.is_open and not (found and found.is_open)):
-                found, num_turns = branch, shared
+            ends_here = branch.is_open and shared == branch.conversation.num_turns
+            if shared >= 0 and (shared, ends_here) > (num_turns, is_open):
+                found, num_turns, is_open = branch, shared, ends_here
         if found is None:
             if any(each.role == "assistant" for each in request.messages):
                 raise self._foreign_answer(request)
             chat = Chat(tuple(each.plain() for each in request.messages), tools)
             name = f"agent-{len(self._branches)}"
             found = self._begun(await Conversation.opened(self._session, chat, name), list(request.messages))
-        elif not found.is_open or num_turns < found.conversation.num_turns:
+        elif not is_open:
             shown = found.shown[: found.conversation.length(num_turns)]
             found = self._begun(found.conversation.fork(num_turns), shown)
         found.is_busy = True
@@ -166,7 +143,7 @@ class ChatDoor:
     async def _sample(self, branch: Branch, request: ChatRequest, tool_format: ToolFormat | None) -> _Choice:
         conversation, session = branch.conversation, branch.session
         if len(session.token_ids) != branch.num_tokens:
-            raise _used(len(session.token_ids), branch.num_tokens)
+            raise used_beside(len(session.token_ids), branch.num_tokens)
         new = request.messages[len(branch.shown) :]
         if new:
             await conversation.observe(*(each.plain() for each in new))
@@ -212,7 +189,8 @@ class ChatDoor:
         )
 
 
-def _used(seen: int, expected: int) -> EpisodeError:
+def used_beside(seen: int, expected: int) -> EpisodeError:
+    """Returns the error for a session with other tokens than its door has seen."""
     return EpisodeError(
         "episode: a session was used beside its door",
         seen=f"{seen} tokens",

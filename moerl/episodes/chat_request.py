@@ -16,7 +16,9 @@ Limit = Annotated[int, Field(ge=1)]
 _SHOWN = 80
 
 
-class _Strict(BaseModel):
+class StrictFields(BaseModel):
+    """Base of requests: fields without a value are left out, and unknown ones refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="before")
@@ -28,7 +30,7 @@ class _Strict(BaseModel):
         return {name: each for name, each in cast("dict[Any, Any]", values).items() if each not in (None, [], {})}
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictFields):
     """One message of a request."""
 
     role: str
@@ -61,14 +63,31 @@ class ChatMessage(_Strict):
         return _comparable(self) == _comparable(other)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictFields):
     """Options of a stream."""
 
     include_usage: bool = False
     """True if the stream ends with the numbers of tokens."""
 
 
-class ChatRequest(_Strict):
+class SamplingFields(StrictFields):
+    """Distribution that a request names."""
+
+    temperature: float | None = None
+    """Temperature of the run, or nothing."""
+    top_p: float | None = None
+    """Nucleus mass of the run, or nothing."""
+    top_k: int | None = None
+    """Value of the run, -1 if it cuts none, or nothing."""
+    min_p: float | None = None
+    """Value of the run, or nothing."""
+    frequency_penalty: Zero = 0.0
+    """None."""
+    presence_penalty: Zero = 0.0
+    """None."""
+
+
+class ChatRequest(SamplingFields):
     """A request for a chat completion, as OpenAI's clients send it."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -93,14 +112,6 @@ class ChatRequest(_Strict):
     """True if the log-prob of each sampled token is asked for."""
     return_token_ids: bool = False
     """True if ids of prompt and answer are asked for."""
-    temperature: float | None = None
-    """Temperature of the run, or nothing."""
-    top_p: float | None = None
-    """Nucleus mass of the run, or nothing."""
-    top_k: int | None = None
-    """Value of the run, -1 if it cuts none, or nothing."""
-    min_p: float | None = None
-    """Value of the run, or nothing."""
     # Fields that change no token.
     user: Any = None
     """Label."""
@@ -115,10 +126,6 @@ class ChatRequest(_Strict):
     """Nothing is known of tokens that were not sampled."""
     stop: Annotated[list[str], Field(max_length=0)] = []
     """An answer ends with the model's end token."""
-    frequency_penalty: Zero = 0.0
-    """None."""
-    presence_penalty: Zero = 0.0
-    """None."""
 
     @property
     def limit(self) -> int | None:
@@ -136,14 +143,26 @@ def read_request(body: object, sampling: SamplingParams, ignored: Collection[str
     Raises:
         EpisodeError: a field is unknown, or asks for what a run does not do.
     """
+    request = read_fields(ChatRequest, "chat completions", body, ignored)
+    require_sampling("chat completions", request, sampling)
+    return request
+
+
+def read_fields[M: BaseModel](model: type[M], what: str, body: object, ignored: Collection[str]) -> M:
+    """Returns a body as a model has it, without fields that are left aside. Raises EpisodeError, which begins with
+    `what`."""
     if isinstance(body, dict):
         body = {name: each for name, each in cast("dict[Any, Any]", body).items() if name not in ignored}
     try:
-        request = ChatRequest.model_validate(body)
+        return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        raise _refused(place, first.get("input"), first["msg"]) from None
+        raise refused(f"{what}: {place}", first.get("input"), first["msg"]) from None
+
+
+def require_sampling(what: str, request: SamplingFields, sampling: SamplingParams) -> None:
+    """Raises EpisodeError, which begins with `what`, if a request asks for another distribution than the run's."""
     own: Mapping[str, float] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -153,8 +172,7 @@ def read_request(body: object, sampling: SamplingParams, ignored: Collection[str
     for name, value in own.items():
         seen = getattr(request, name)
         if seen is not None and seen != value:
-            raise _refused(name, seen, f"{value}, as the run samples")
-    return request
+            raise refused(f"{what}: {name}", seen, f"{value}, as the run samples")
 
 
 def _comparable(message: ChatMessage) -> object:
@@ -176,10 +194,11 @@ def _parsed(arguments: object) -> object:
         return arguments
 
 
-def _refused(name: str, seen: object, expected: str) -> EpisodeError:
+def refused(what: str, seen: object, expected: str) -> EpisodeError:
+    """Returns the error for a field."""
     text = repr(seen)
     return EpisodeError(
-        f"chat completions: {name}",
+        what,
         seen=text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...",
         expected=expected,
         remedy="leave it out, or name it in `ignored` of session.serve",

@@ -24,7 +24,7 @@ from moerl.contract.episodes import Message, Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
-from moerl.episodes.chat_door import open_door
+from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing

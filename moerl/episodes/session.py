@@ -72,6 +72,22 @@ class TokenSession:
         return self._ids
 
     @property
+    def ends(self) -> list[int]:
+        """Number of tokens up to the end of the prompt, and of each sampled turn."""
+        return [len(self.request.prompt_ids), *(turn.end for turn in self.turns)]
+
+    @property
+    def is_asking(self) -> bool:
+        """True while a turn is being sampled."""
+        return self._is_asking
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a session of the episode."""
+        root = self.family[0].request
+        return len(root.prompt_ids) + root.max_new_tokens
+
+    @property
     def num_left(self) -> int:
         return len(self.request.prompt_ids) + self.request.max_new_tokens - len(self._ids)
 
@@ -114,8 +130,12 @@ class TokenSession:
         return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text, logprobs)
 
     def observe(self, text: str) -> None:
+        self.extend(self._encode(text))
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids of the environment, as `observe` appends text."""
         self._require_quiet("observe")
-        self._ids += self._encode(text)
+        self._ids += ids
 
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
         return await self.voice.render(messages, tools, ask)
@@ -135,16 +155,18 @@ class TokenSession:
         return self._open(ids, longest - len(ids), agent_id, own or (lineage.parent_rollout_id, lineage.fork_at))
 
     def open(self, text: str, agent_id: str = "") -> TokenSession:
-        root, ids = self.family[0].request, self._encode(text)
-        longest = len(root.prompt_ids) + root.max_new_tokens
-        if len(ids) >= longest:
+        return self.begin(self._encode(text), agent_id)
+
+    def begin(self, ids: Sequence[int], agent_id: str = "") -> TokenSession:
+        """Opens a session with a prompt of these ids, as `open` does with a text."""
+        if len(ids) >= self.longest:
             raise EpisodeError(
                 "episode: a prompt leaves no room to sample",
                 seen=f"{len(ids)} tokens",
-                expected=f"fewer than {longest}, the longest sequence of the episode",
+                expected=f"fewer than {self.longest}, the longest sequence of the episode",
                 remedy="shorten it, or raise rollout.max_new_tokens",
             )
-        return self._open(ids, longest - len(ids), agent_id, ("", -1))
+        return self._open(ids, self.longest - len(ids), agent_id, ("", -1))
 
     def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
         return self.voice.serve(self, prompt, ignored)

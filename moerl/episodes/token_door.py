@@ -1,0 +1,158 @@
+"""Token ids of agents: each request goes on with a session of the episode, or opens one.
+
+Clients that render messages themselves send ids, as `POST /inference/v1/generate` of vLLM takes them. The session is
+found by its tokens. Ids that say the same as tokens of the episode in another way are refused: the policy would read
+its own words as somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moerl.contract.trajectory import FinishReason
+from moerl.episodes.chat_request import (
+    Limit,
+    SamplingFields,
+    StrictFields,
+    Zero,
+    read_fields,
+    refused,
+    require_sampling,
+)
+from moerl.episodes.session import TokenSession
+from moerl.errors import EpisodeError
+from moerl.http.server import JsonReply
+
+_WHAT = "generate"
+Id = Annotated[int, Field(ge=0)]
+
+
+class TokenSampling(SamplingFields):
+    """How tokens are sampled, as clients of vLLM say it."""
+
+    max_tokens: Limit | None = None
+    """Limit of the turn."""
+    stop_token_ids: tuple[Id, ...] = ()
+    """End tokens of the run, in any order, or nothing."""
+    n: Literal[1] = 1
+    """Answers of a request."""
+    logprobs: Annotated[int, Field(ge=0, le=1)] = 1
+    """The log-prob of the sampled token always comes, no others."""
+    min_tokens: Zero = 0
+    """None."""
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """None."""
+    skip_special_tokens: bool = False
+    """No text is written."""
+    spaces_between_special_tokens: bool = True
+    """No text is written."""
+    routed_experts_prompt_start: int = 0
+    """Routes stay with the trainer, which has them of every token."""
+
+
+class TokenRequest(StrictFields):
+    """A request for tokens behind tokens."""
+
+    token_ids: Annotated[list[Id], Field(min_length=1)]
+    """All ids so far."""
+    sampling_params: TokenSampling = TokenSampling()
+    """Distribution and limits."""
+    model: Any = None
+    """Label."""
+    request_id: str = ""
+    """Id that the answer repeats."""
+    cache_salt: Any = None
+    """Label: caches are those of the engine."""
+    priority: Annotated[int, Field(ge=0, le=0)] = 0
+    """None."""
+    stream: Literal[False] = False
+    """The answer comes whole."""
+
+
+class TokenDoor:
+    """Sessions of one episode, by their tokens. Belongs to the event loop of the episodes."""
+
+    def __init__(self, session: TokenSession, ignored: Collection[str]) -> None:
+        self._root, self._ignored = session, ignored
+
+    async def generate(self, body: object) -> JsonReply:
+        """Answers a request. Raises MoerlError if it cannot be carried out."""
+        if isinstance(body, dict) and isinstance(body.get("sampling_params"), dict):
+            params = {name: each for name, each in body["sampling_params"].items() if name not in self._ignored}
+            body = {**body, "sampling_params": params}
+        request = read_fields(TokenRequest, _WHAT, body, self._ignored)
+        self._require_own(request.sampling_params)
+        session = self._session(request.token_ids)
+        limit = request.sampling_params.max_tokens
+        turn = await session.sample(None if limit is None else min(limit, max(session.num_left, 1)))
+        rows = [
+            {"token": f"token_id:{token}", "logprob": logprob}
+            for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
+        ]
+        ended = "stop" if turn.finish_reason is FinishReason.STOP else "length"
+        choice = {"index": 0, "token_ids": list(turn.token_ids), "logprobs": {"content": rows}, "finish_reason": ended}
+        num_prompt, num_sampled = len(request.token_ids), len(turn.token_ids)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+        name = request.request_id or f"{session.rollout_id}-{len(session.turns)}"
+        return JsonReply({"request_id": name, "choices": [choice], "usage": usage})
+
+    def _require_own(self, params: TokenSampling) -> None:
+        run = self._root.request
+        require_sampling(_WHAT, params, run.sampling)
+        if params.stop_token_ids and set(params.stop_token_ids) != set(run.stop_ids):
+            raise refused(
+                f"{_WHAT}: stop_token_ids", params.stop_token_ids, f"{sorted(run.stop_ids)}, as the run samples"
+            )
+
+    def _session(self, ids: Sequence[int]) -> TokenSession:
+        """Returns a session with these ids, which samples nothing."""
+        found, num_turns, is_free = None, -1, False
+        for session in self._root.family:
+            shared = _turns_shared(session, ids)
+            # A turn can be sampled behind its latest one, and that is where the ids go on.
+            free = shared == len(session.turns) and len(session.token_ids) == session.ends[-1] and not session.is_asking
+            if shared >= 0 and (shared, free) > (num_turns, is_free):
+                found, num_turns, is_free = session, shared, free
+        self._require_same_words(ids, found, num_turns)
+        if found is None:
+            return self._root.begin(ids, f"agent-{len(self._root.family)}")
+        if not is_free:
+            found = found.fork(num_turns=num_turns)
+        found.extend(ids[len(found.token_ids) :])
+        return found
+
+    def _require_same_words(self, ids: Sequence[int], found: TokenSession | None, num_turns: int) -> None:
+        """Raises EpisodeError if ids say what a session says, up to the end of its next turn or of its prompt, in other
+        tokens."""
+        decode = self._root.voice.decode
+        start = 0 if found is None else found.ends[num_turns]
+        for session in self._root.family:
+            ends = session.ends
+            is_same = session.token_ids[:start] == list(ids[:start])
+            end = next((each for each in ends if each > start), None)
+            if end is None or not is_same or session.token_ids[:end] == list(ids[:end]):
+                continue
+            text = decode(session.token_ids[start:end])
+            if text and decode(ids[start:]).startswith(text):
+                place = next(i for i in range(start, end) if i >= len(ids) or ids[i] != session.token_ids[i])
+                raise EpisodeError(
+                    f"{_WHAT}: the tokens of earlier turns were encoded again",
+                    seen=f"other ids from place {place} on, for the same text",
+                    expected=f"the {end} ids so far, as they were sent and sampled",
+                    remedy="append to the ids of the answers; do not encode a text that the policy has sampled",
+                )
+
+
+def _turns_shared(session: TokenSession, ids: Sequence[int]) -> int:
+    """Returns behind how many turns of a session ids go on; -1 if not even behind its prompt."""
+    known = session.token_ids
+    return next(
+        (number for number, end in reversed(list(enumerate(session.ends))) if list(ids[:end]) == list(known[:end])), -1
+    )
