@@ -73,7 +73,7 @@ def test_another_continuation_is_a_fork_and_another_beginning_a_session():
 
 
 def test_an_answer_that_was_encoded_again_is_refused_and_not_an_observation():
-    """Of a tokenizer in which capitals are small letters: two lists of ids are one text."""
+    """Tokenizer in which capitals are small letters: two lists of ids are one text."""
 
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         first = [*PROMPT, *await sampled(endpoint, PROMPT)]
