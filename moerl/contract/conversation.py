@@ -61,11 +61,11 @@ class Conversation:
         text = await parent.render(chat.messages, chat.tools, True)
         return cls(parent.open(text, agent_id), chat, text)
 
-    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         """Has the policy answer; the answer becomes a message. Raises as `Session.sample` does."""
         if self.messages[-1]["role"] == "assistant":
             raise EpisodeError("episode: the conversation has an answer already", expected="another message first")
-        turn = await self.session.sample(max_tokens)
+        turn = await self.session.sample(max_tokens, stop)
         self._ended_with = turn.end_text
         self.messages.append({"role": "assistant", "content": turn.text})
         self._answered.append((len(self.messages), self._text, turn.end_text))

@@ -73,11 +73,13 @@ class Session(Protocol):
         """True if nothing more can be sampled: no token is left, or sampling was aborted."""
         ...
 
-    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         """Has the policy go on behind the tokens that are there.
 
         Args:
             max_tokens: limit of this turn, at least 1; None = `num_left`.
+            stop: texts; the turn ends with the token in which the first of them is complete. The engine samples on, and
+                what it sampled behind that token never was.
 
         Raises:
             EpisodeError: the session is over, or samples already.

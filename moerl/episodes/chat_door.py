@@ -148,17 +148,16 @@ class ChatDoor:
         if new:
             await conversation.observe(*(each.plain() for each in new))
         prompt_ids = tuple(session.token_ids)
-        turn = await conversation.sample(
-            None if request.limit is None else min(request.limit, max(session.num_left, 1))
-        )
-        message = self._message(turn, tool_format)
+        limit = None if request.limit is None else min(request.limit, max(session.num_left, 1))
+        turn = await conversation.sample(limit, request.stop)
+        message = self._message(_before(turn.text, request.stop), tool_format)
         branch.shown += [*new, message]
         branch.num_tokens = len(session.token_ids)
         return _Choice(branch, turn, prompt_ids, message)
 
-    def _message(self, turn: SampledTurn, tool_format: ToolFormat | None) -> ChatMessage:
+    def _message(self, text: str, tool_format: ToolFormat | None) -> ChatMessage:
         """Returns an answer as a client is to see it, and to send it back."""
-        content, calls = (turn.text, []) if tool_format is None else tool_format.parse(turn.text)
+        content, calls = (text, []) if tool_format is None else tool_format.parse(text)
         written: list[dict[str, Any]] = []
         for call in calls:
             self._num_calls += 1
@@ -187,6 +186,11 @@ class ChatDoor:
             expected="messages so far as they were sent and answered, and others behind",
             remedy="send the history unchanged; for a conversation of its own, begin without answers",
         )
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """Returns a text up to the first of the texts that end it."""
+    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
 def used_beside(seen: int, expected: int) -> EpisodeError:

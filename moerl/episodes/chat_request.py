@@ -121,11 +121,16 @@ class ChatRequest(SamplingFields):
     """Label."""
     parallel_tool_calls: Literal[True] = True
     """Calls side by side are the policy's choice."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
+    """Texts that end an answer, and are left out of it."""
     # Fields that other values than these would give an effect.
     top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
     """Nothing is known of tokens that were not sampled."""
-    stop: Annotated[list[str], Field(max_length=0)] = []
-    """An answer ends with the model's end token."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
 
     @property
     def limit(self) -> int | None:

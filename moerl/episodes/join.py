@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class TurnPiece:
     """Seconds by stage."""
 
     @classmethod
-    def of(cls, turn: Trajectory, before: int) -> TurnPiece:
+    def of(cls, turn: Trajectory, before: int, end: int) -> TurnPiece:
         """Copies the new part of an answer that `check_answer` has passed.
 
         The experts of a token are those of the first turn in which it was an input: the last sampled token of a turn is
@@ -50,20 +50,22 @@ class TurnPiece:
 
         Args:
             before: tokens of the session up to the last sampled one; 0 for the first turn.
+            end: tokens up to the last one that counts; fewer than the answer has if a text ended the turn.
         """
         context, sampled = turn.turns
         kind = TurnKind.OBSERVATION if before else TurnKind.PROMPT
+        sampled = replace(sampled, end=end)
         spans = (Turn(before, context.end, kind), sampled) if before < context.end else (sampled,)
         return cls(
             arrays={
-                **{name: getattr(turn, name)[before:].copy() for name in _PER_TOKEN},
-                **{name: getattr(turn, name)[max(before - 1, 0) :].copy() for name in _PER_ROW},
+                **{name: getattr(turn, name)[before:end].copy() for name in _PER_TOKEN},
+                **{name: getattr(turn, name)[max(before - 1, 0) : end - 1].copy() for name in _PER_ROW},
             },
-            kept_sizes=turn.kept.sizes[before:].copy(),
-            kept_ids=turn.kept.ids[turn.kept.offsets[before] :].copy(),
+            kept_sizes=turn.kept.sizes[before:end].copy(),
+            kept_ids=turn.kept.ids[turn.kept.offsets[before] : turn.kept.offsets[end]].copy(),
             turns=spans,
             spec=turn.spec,
-            finish_reason=turn.finish_reason,
+            finish_reason=turn.finish_reason if end == len(turn.token_ids) else FinishReason.STOP,
             engine_id=turn.engine_id,
             attempt=turn.attempt,
             timings=turn.timings,

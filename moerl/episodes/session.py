@@ -5,6 +5,7 @@ Runs in the event loop of the episodes (`moerl.episodes.play`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,7 @@ class TokenSession:
     def is_over(self) -> bool:
         return self.num_left <= 0 or (bool(self.turns) and self.turns[-1].finish_reason is FinishReason.ABORT)
 
-    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         self._require_quiet("sample")
         if self.is_over:
             raise SessionOverError(
@@ -121,13 +122,27 @@ class TokenSession:
         finally:
             self._is_asking = False
         sampled = turn.token_ids[len(self._ids) :].tolist()
-        has_end = sampled[-1] in request.stop_ids
+        cut = self._first_stop(sampled, stop)
+        sampled = sampled if cut is None else sampled[:cut]
+        has_end = cut is None and sampled[-1] in request.stop_ids
         text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
         end_text = self.voice.decode(sampled[-1:]) if has_end else ""
-        self.turns.append(TurnPiece.of(turn, self._end))
+        start, end = len(self._ids), len(self._ids) + len(sampled)
+        self.turns.append(TurnPiece.of(turn, self._end, end))
         self._ids += sampled
-        logprobs = tuple(turn.rollout_logprobs[-len(sampled) :].tolist())
-        return SampledTurn(text, tuple(sampled), turn.finish_reason, end_text, logprobs)
+        logprobs = tuple(turn.rollout_logprobs[start:end].tolist())
+        return SampledTurn(text, tuple(sampled), self.turns[-1].finish_reason, end_text, logprobs)
+
+    def _first_stop(self, sampled: Sequence[int], stop: Sequence[str]) -> int | None:
+        """Returns the fewest sampled tokens in which one of the texts is complete; None if none is."""
+
+        def is_there(count: int) -> bool:
+            text = self.voice.decode(sampled[:count])
+            return any(each in text for each in stop)
+
+        if not stop or not is_there(len(sampled)):
+            return None
+        return bisect_left(range(len(sampled)), True, 1, key=is_there)
 
     def observe(self, text: str) -> None:
         self.extend(self._encode(text))

@@ -64,7 +64,8 @@ async def turns(endpoint: AgentEndpoint, rng: random.Random, progress: Progress)
         elif kind < 0.25:
             messages = [{"role": "system", "content": f"agent {number}"}, QUESTION]
         count = 2 if rng.random() < 0.15 else 1
-        answer = await ask(endpoint, messages, max_tokens=rng.randint(1, 9), n=count)
+        stop = [TEXTS.decode([rng.randint(4, 60)])] if rng.random() < 0.3 else []
+        answer = await ask(endpoint, messages, max_tokens=rng.randint(1, 9), n=count, stop=stop)
         if answer.status_code != 200:
             assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
             return

@@ -49,7 +49,7 @@ class FakeSession:
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
         return "".join(f"[{each['name']}]" for each in tools) + self.template(messages, ask)
 
-    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         answer, end = self.answers.pop(0)
         self.text += answer + end
         return SampledTurn(answer, (), FinishReason.STOP if end else FinishReason.LENGTH, end)

@@ -17,6 +17,7 @@ from sglang_live import ENVIRONMENT as SGLANG_ENVIRONMENT
 
 from moerl.contract.episodes import AgentEndpoint, Message, Session, in_thread
 from moerl.contract.ports import Chat, Prompt, RolloutRecord, RolloutRequest
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import EpisodeError
 from moerl.rollout.sglang.install import python_of
 
@@ -161,7 +162,6 @@ def test_a_template_that_writes_earlier_answers_differently_is_refused():
     [
         ({"temperature": 0.5}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
-        ({"stop": ["x"]}, "stop"),
         ({"seed": 1}, "seed"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -186,6 +186,21 @@ def test_a_field_that_a_run_does_not_do_is_refused_by_name_or_left_aside_if_that
 
     assert len(texts(played(agent, says("four")))) == 1
     assert len(texts(played(patient, says("four"), ignored=[name], tools=fields.get("tools", ())))) == 1
+
+
+def test_a_text_ends_an_answer_and_what_was_sampled_behind_it_never_was():
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        first = (await ask(endpoint, [QUESTION], stop=["ur", "five"])).json()["choices"][0]
+        assert (first["message"]["content"], first["finish_reason"]) == ("fo", "stop")
+        history = [QUESTION, first["message"], MORE]
+        assert (await message(endpoint, history, stop="never"))["content"] == "five"
+
+    episode = played(agent, says("four and more", "five"))
+    (text,) = texts(episode)
+    assert text == hermes([QUESTION, {"role": "assistant", "content": "four"}, MORE], [], True) + "five" + END_TEXT
+    values = episode.records[0].values
+    assert int(values["sampled"].sum()) == len("four") + len("five") + 1
+    Trajectory(**values)
 
 
 def test_a_picture_is_refused():

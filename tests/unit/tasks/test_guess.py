@@ -31,7 +31,7 @@ class FakeSession:
     def is_over(self) -> bool:
         return not self.texts
 
-    async def sample(self, max_tokens: int | None = None) -> SampledTurn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         return SampledTurn(self.texts.pop(0), (1,), self.reason)
 
     def observe(self, text: str) -> None:
