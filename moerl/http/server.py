@@ -97,8 +97,10 @@ class JsonServer:
             try:
                 text = await request.text()
                 body = json.loads(text) if text else None
+                if "\\ud" in text.lower():  # half of a pair: no text that can be written
+                    json.dumps(body, ensure_ascii=False).encode()
             except (ValueError, LookupError, RecursionError):
-                return _json(refusal("the body is no JSON", "invalid_json"), 400)
+                return _json(refusal("the body is no JSON of whole characters", "invalid_json"), 400)
             reply = await caller.handler(request.method, request.path, body)
         finally:
             caller.tasks.discard(task)

@@ -291,7 +291,9 @@ def test_other_keys_and_paths_and_broken_bodies_are_refused_and_a_key_ends_with_
             assert (await get("/models", headers={"Authorization": "Bearer no"})).status_code == 401
             assert (await get("/models", headers=headers)).json()["data"][0]["id"] == "policy"
             assert (await get("/embeddings", headers=headers)).status_code == 404
-            assert [(await post(body)).status_code for body in ("{", "[]", "", '"x"')] == [400] * 4
+            half = json.dumps({"messages": [QUESTION], "tools": [{"name": "\ud83d"}]})
+            for body in ("{", "[]", "", '"x"', "[" * 100_000, half):
+                assert (await post(body)).status_code == 400
         async with session.serve(PROMPT) as other:
             await message(other, [QUESTION])
         assert (await ask(other, [QUESTION])).status_code == 401
