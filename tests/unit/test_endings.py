@@ -26,6 +26,7 @@ HARMLESS = {
 """Names of calls that do not fail."""
 EXAMINED = {
     "moerl/contract/quarantine.py: difference_update": "a set",
+    "moerl/episodes/chat_door.py: gather": "returns errors",
     "moerl/episodes/play.py: add": "a set",
     "moerl/episodes/play.py: expired": "a clock",
     "moerl/episodes/play.py: get_running_loop": "called in the loop",
@@ -33,11 +34,15 @@ EXAMINED = {
     "moerl/episodes/play.py: reschedule": "a clock, asked before whether it has run out",
     "moerl/episodes/play.py: submit": "wakes the caller, who raises the error",
     "moerl/errors.py: undo": "what the rule asks for",
+    "moerl/http/server.py: cleanup": "of a server that nobody has asked yet",
+    "moerl/http/server.py: gather": "returns errors",
     "moerl/launch/sglang.py: close": "a client, asynchronously",
     "moerl/launch/run_lock.py: _check_ours": "its error says why the file could not be opened",
     "moerl/launch/run_lock.py: lstat": "of a file that the system has just refused to open",
     "moerl/processes/admission.py: _forget": "closes a socket",
     "moerl/processes/admission.py: close": "a socket",
+    "moerl/processes/loop_thread.py: call_soon_threadsafe": "of a loop that runs",
+    "moerl/processes/loop_thread.py: close": "a loop that was stopped",
     "moerl/processes/spared.py: pthread_sigmask": "the mask that there was",
     "moerl/reading.py: close": "a descriptor that was just opened",
     "moerl/trainer/offload.py: setattr": "an attribute that there was",
