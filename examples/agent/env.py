@@ -9,8 +9,12 @@ async def play(prompt, session):
     question, secret = prompt.chat.messages[-1]["content"], str(prompt.facts["secret"])
     async with session.serve(prompt) as endpoint:
         environment = os.environ | endpoint.environment  # OPENAI_BASE_URL, OPENAI_API_KEY
-        command = (sys.executable, "agent.py", question, secret)
-        agent = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
+        agent = await asyncio.create_subprocess_exec(
+            *(sys.executable, "agent.py", question, secret),
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C stops the run after a step; agents are not to die of it before
+        )
         try:
             output, _ = await agent.communicate()
         finally:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from example_commands import EXAMPLES
 from moerl_runs import Fault, Runs, rows
+from waiting import eventually
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
@@ -69,3 +75,35 @@ def test_a_run_of_episodes_that_was_killed_goes_on_from_its_journal(forked: Runs
     assert len(set(names)) == len(names) == STEPS * PER_STEP
     ages = np.concatenate([t.policy_versions[t.sampled] for t in trained(run)])
     assert ages.min() >= 0
+
+
+@pytest.mark.slow
+def test_a_run_of_agents_over_http_that_was_killed_goes_on_and_leaves_no_agent_behind(
+    forked: Runs, tmp_path: Path
+) -> None:
+    folder, run = tmp_path / "agent", tmp_path / "run"
+    shutil.copytree(EXAMPLES / "agent", folder)
+    subprocess.run([sys.executable, "make_data.py"], cwd=folder, check=True)
+    keys = (
+        *("recipe=tiny", "task=environment", "task.path=numbers.jsonl", "task.response=response", "task.play=env:play"),
+        *("rollout.max_new_tokens=160", f"rl.steps={STEPS}", *BESIDE, f"run_dir='{run}'"),
+    )
+    kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})
+    assert forked.run("train", *keys, fault=kill, cwd=folder).status == -signal.SIGKILL
+    finished = forked.run("train", f"resume={run}", cwd=folder)
+    assert finished.status == 0, finished.output
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    assert (ledger.trained, ledger.pending) == (STEPS * PER_STEP, 0)
+    names = [t.lineage.rollout_id for t in trained(run)]
+    assert len(set(names)) == len(names) == STEPS * PER_STEP
+    eventually(lambda: not agents_of(folder))
+
+
+def agents_of(folder: Path) -> list[int]:
+    """Processes of agents that work in a folder. An agent of a killed run ends once its request fails."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == folder and b"agent.py" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
