@@ -71,6 +71,12 @@ class Conversation:
         self._answered.append((len(self.messages), self._text, turn.end_text))
         return turn
 
+    def retract(self) -> None:
+        """Forgets the latest answer, which nobody has seen; its session has to forget it, too."""
+        self.messages.pop()
+        self._answered.pop()
+        self._ended_with = self._answered[-1][2]
+
     @property
     def num_turns(self) -> int:
         """Answers of the policy so far."""
@@ -105,6 +111,7 @@ class Conversation:
                 seen=", ".join(str(each["role"]) for each in (last, *messages)),
                 expected="messages of other roles behind an answer of the policy",
             )
+        num_left = self.session.num_left
         answered = await self.session.render(self.messages, self.tools, False)
         start = self._text + str(last["content"])
         if not answered.startswith(start):
@@ -112,6 +119,13 @@ class Conversation:
         text = await self.session.render([*self.messages, *messages], self.tools, True)
         if not text.startswith(answered):
             raise _unstable("earlier turns", text, answered)
+        if self.session.num_left != num_left:
+            raise EpisodeError(
+                "episode: a session was used beside its conversation, while a template was rendered",
+                seen=f"{num_left - self.session.num_left} tokens more",
+                expected="one call at a time",
+                remedy="leave the session to the conversation; others can be opened beside it",
+            )
         behind = answered[len(start) :].removeprefix(self._ended_with) + text[len(answered) :]
         self.session.observe(behind)
         self._text = text

@@ -15,7 +15,13 @@ from moerl.contract.episodes import Message
 from moerl.errors import ConfigError, EpisodeError
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_name", "probe_key", "probe_value", "probe text"
-_DECODER = json.JSONDecoder()
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 Render = Callable[[Sequence[Message], Sequence[Message], bool], Awaitable[str]]
 """Writes messages as `Session.render` does."""
@@ -114,6 +120,7 @@ class ToolFormat:
     def _call(self, text: str, at: int) -> tuple[ToolCall | None, int]:
         try:
             value, end = _DECODER.raw_decode(text, at)
+            json.dumps(value, ensure_ascii=False).encode()  # halves of characters are none
         except (ValueError, RecursionError):
             return None, at
         if not isinstance(value, dict):
@@ -127,7 +134,8 @@ def _mapping(value: object) -> dict[str, Any] | None:
     """Returns arguments, which some templates write as a text with JSON; None if they are none."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, parse_constant=_no_number)
+            json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None

@@ -83,7 +83,11 @@ class ChatDoor:
 
     def __init__(self, session: TokenSession, conversation: Conversation, ignored: Collection[str]) -> None:
         self._session, self._ignored = session, ignored
-        shown = [ChatMessage.model_validate(each) for each in conversation.messages]
+        # A template may know more fields of the task's messages than a client can send.
+        known = [
+            {name: each[name] for name in ChatMessage.model_fields if name in each} for each in conversation.messages
+        ]
+        shown = [ChatMessage.model_validate(each) for each in known]
         self._branches = [Branch(conversation, shown, len(session.token_ids))]
         self._formats: dict[str, ToolFormat] = {}
         self._num_calls = 0
@@ -96,22 +100,30 @@ class ChatDoor:
         return JsonReply(_chunks(whole, request), is_stream=True) if request.stream else JsonReply(whole)
 
     async def _choices(self, request: ChatRequest) -> list[_Choice]:
+        """Returns all answers, or none: if one fails, or the client gives up, the others are forgotten."""
         tool_format = await self._format(request)
         branches: list[Branch] = []
         try:
             for _ in range(request.n):
                 branches.append(await self._branch(request))
-            work = [self._sample(branch, request, tool_format) for branch in branches]
-            tasks = [asyncio.ensure_future(each) for each in work]
+            tasks = [asyncio.ensure_future(self._sample(branch, request)) for branch in branches]
             try:
-                return await asyncio.gather(*tasks)
-            finally:
+                turns = await asyncio.gather(*tasks)
+            except BaseException:
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                _forget(branches, await asyncio.gather(*tasks, return_exceptions=True))
+                raise
         finally:
             for branch in branches:
                 branch.is_busy = False
+        choices: list[_Choice] = []
+        for branch, (turn, prompt_ids) in zip(branches, turns, strict=True):
+            message = self._message(_before(turn.text, request.stop), tool_format)
+            branch.shown += [*request.messages[len(branch.shown) :], message]
+            branch.num_tokens = len(branch.session.token_ids)
+            choices.append(_Choice(branch, turn, prompt_ids, message))
+        return choices
 
     async def _branch(self, request: ChatRequest) -> Branch:
         """Returns a conversation that can go on with the request, marked as busy."""
@@ -120,7 +132,8 @@ class ChatDoor:
         for branch in self._branches:
             shared = branch.turns_shared(request.messages) if branch.conversation.tools == tools else -1
             ends_here = branch.is_open and shared == branch.conversation.num_turns
-            if shared >= 0 and (shared, ends_here) > (num_turns, is_open):
+            # All that share something share it up to the last answer of the request.
+            if shared >= 0 and (found is None or (ends_here and not is_open)):
                 found, num_turns, is_open = branch, shared, ends_here
         if found is None:
             if any(each.role == "assistant" for each in request.messages):
@@ -140,7 +153,8 @@ class ChatDoor:
         self._branches.append(Branch(conversation, shown, len(session.token_ids)))
         return self._branches[-1]
 
-    async def _sample(self, branch: Branch, request: ChatRequest, tool_format: ToolFormat | None) -> _Choice:
+    async def _sample(self, branch: Branch, request: ChatRequest) -> tuple[SampledTurn, tuple[int, ...]]:
+        """Returns an answer, and the ids before it."""
         conversation, session = branch.conversation, branch.session
         if len(session.token_ids) != branch.num_tokens:
             raise used_beside(len(session.token_ids), branch.num_tokens)
@@ -149,11 +163,7 @@ class ChatDoor:
             await conversation.observe(*(each.plain() for each in new))
         prompt_ids = tuple(session.token_ids)
         limit = None if request.limit is None else min(request.limit, max(session.num_left, 1))
-        turn = await conversation.sample(limit, request.stop)
-        message = self._message(_before(turn.text, request.stop), tool_format)
-        branch.shown += [*new, message]
-        branch.num_tokens = len(session.token_ids)
-        return _Choice(branch, turn, prompt_ids, message)
+        return await conversation.sample(limit, request.stop), prompt_ids
 
     def _message(self, text: str, tool_format: ToolFormat | None) -> ChatMessage:
         """Returns an answer as a client is to see it, and to send it back."""
@@ -175,6 +185,13 @@ class ChatDoor:
         return self._formats[key]
 
     def _foreign_answer(self, request: ChatRequest) -> EpisodeError:
+        if any(branch.turns_shared(request.messages) >= 0 for branch in self._branches):
+            return EpisodeError(
+                "chat completions: tools: others than before, and the history has answers",
+                seen=f"{len(request.tools)} tools",
+                expected="the tools with which the conversation began: the template writes them in front of it",
+                remedy="send the same tools with every request, or begin without answers",
+            )
         known = [each for branch in self._branches for each in branch.shown if each.role == "assistant"]
         answers = ((i, each) for i, each in enumerate(request.messages) if each.role == "assistant")
         place = next((i for i, each in answers if not any(each.is_same(other) for other in known)), None)
@@ -186,6 +203,14 @@ class ChatDoor:
             expected="messages so far as they were sent and answered, and others behind",
             remedy="send the history unchanged; for a conversation of its own, begin without answers",
         )
+
+
+def _forget(branches: Sequence[Branch], ends: Sequence[object]) -> None:
+    """Forgets the answers that were sampled. ends: of sampling, by branch."""
+    for branch, end in zip(branches, ends, strict=True):
+        if not isinstance(end, BaseException):
+            branch.conversation.retract()
+            branch.session.retract()
 
 
 def _before(text: str, stop: Sequence[str]) -> str:

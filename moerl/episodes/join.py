@@ -41,7 +41,7 @@ class TurnPiece:
     """Seconds by stage."""
 
     @classmethod
-    def of(cls, turn: Trajectory, before: int, end: int) -> TurnPiece:
+    def of(cls, turn: Trajectory, before: int, end: int, reason: FinishReason) -> TurnPiece:
         """Copies the new part of an answer that `check_answer` has passed.
 
         The experts of a token are those of the first turn in which it was an input: the last sampled token of a turn is
@@ -51,6 +51,7 @@ class TurnPiece:
         Args:
             before: tokens of the session up to the last sampled one; 0 for the first turn.
             end: tokens up to the last one that counts; fewer than the answer has if a text ended the turn.
+            reason: for which the turn ended.
         """
         context, sampled = turn.turns
         kind = TurnKind.OBSERVATION if before else TurnKind.PROMPT
@@ -65,7 +66,7 @@ class TurnPiece:
             kept_ids=turn.kept.ids[turn.kept.offsets[before] : turn.kept.offsets[end]].copy(),
             turns=spans,
             spec=turn.spec,
-            finish_reason=turn.finish_reason if end == len(turn.token_ids) else FinishReason.STOP,
+            finish_reason=reason,
             engine_id=turn.engine_id,
             attempt=turn.attempt,
             timings=turn.timings,

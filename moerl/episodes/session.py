@@ -122,16 +122,24 @@ class TokenSession:
         finally:
             self._is_asking = False
         sampled = turn.token_ids[len(self._ids) :].tolist()
-        cut = self._first_stop(sampled, stop)
-        sampled = sampled if cut is None else sampled[:cut]
-        has_end = cut is None and sampled[-1] in request.stop_ids
+        has_end = sampled[-1] in request.stop_ids
+        cut = self._first_stop(sampled[:-1] if has_end else sampled, stop)
+        if cut is not None:
+            sampled, has_end = sampled[:cut], False
         text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
         end_text = self.voice.decode(sampled[-1:]) if has_end else ""
         start, end = len(self._ids), len(self._ids) + len(sampled)
-        self.turns.append(TurnPiece.of(turn, self._end, end))
+        reason = turn.finish_reason if cut is None else FinishReason.STOP
+        self.turns.append(TurnPiece.of(turn, self._end, end, reason))
         self._ids += sampled
         logprobs = tuple(turn.rollout_logprobs[start:end].tolist())
-        return SampledTurn(text, tuple(sampled), self.turns[-1].finish_reason, end_text, logprobs)
+        return SampledTurn(text, tuple(sampled), reason, end_text, logprobs)
+
+    def retract(self) -> None:
+        """Forgets the latest turn: nobody has seen it. What was observed before it stays, to no effect."""
+        self._require_quiet("retract")
+        piece = self.turns.pop()
+        del self._ids[piece.turns[-1].start :]
 
     def _first_stop(self, sampled: Sequence[int], stop: Sequence[str]) -> int | None:
         """Returns the fewest sampled tokens in which one of the texts is complete; None if none is."""
@@ -175,7 +183,7 @@ class TokenSession:
     def begin(self, ids: Sequence[int], agent_id: str = "") -> TokenSession:
         """Opens a session with a prompt of these ids, as `open` does with a text."""
         if len(ids) >= self.longest:
-            raise EpisodeError(
+            raise SessionOverError(
                 "episode: a prompt leaves no room to sample",
                 seen=f"{len(ids)} tokens",
                 expected=f"fewer than {self.longest}, the longest sequence of the episode",

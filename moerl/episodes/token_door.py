@@ -27,7 +27,7 @@ from moerl.errors import EpisodeError
 from moerl.http.server import JsonReply
 
 _WHAT = "generate"
-Id = Annotated[int, Field(ge=0)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenSampling(SamplingFields):
@@ -77,6 +77,8 @@ class TokenDoor:
 
     def __init__(self, session: TokenSession, ignored: Collection[str]) -> None:
         self._root, self._ignored = session, ignored
+        # Sessions of this door: the environment may have opened others, or have served them to somebody else.
+        self._own = [session]
 
     async def generate(self, body: object) -> JsonReply:
         """Answers a request. Raises MoerlError if it cannot be carried out."""
@@ -113,41 +115,56 @@ class TokenDoor:
 
     def _session(self, ids: Sequence[int]) -> TokenSession:
         """Returns a session with these ids, which samples nothing."""
-        found, num_turns, is_free = None, -1, False
-        for session in self._root.family:
+        found, num_turns, place, is_free = None, -1, -1, False
+        for session in self._own:
             shared = _turns_shared(session, ids)
+            end = session.ends[shared] if shared >= 0 else -1
             # A turn can be sampled behind its latest one, and that is where the ids go on.
             free = shared == len(session.turns) and len(session.token_ids) == session.ends[-1] and not session.is_asking
-            if shared >= 0 and (shared, free) > (num_turns, is_free):
-                found, num_turns, is_free = session, shared, free
-        self._require_same_words(ids, found, num_turns)
+            if (end, free) > (place, is_free):
+                found, num_turns, place, is_free = session, shared, end, free
+        self._require_answers(ids, max(place, 0))
         if found is None:
-            return self._root.begin(ids, f"agent-{len(self._root.family)}")
-        if not is_free:
-            found = found.fork(num_turns=num_turns)
+            found = self._begun(self._root.begin(ids, f"agent-{len(self._own)}"))
+        elif not is_free:
+            found = self._begun(found.fork(num_turns=num_turns))
         found.extend(ids[len(found.token_ids) :])
         return found
 
-    def _require_same_words(self, ids: Sequence[int], found: TokenSession | None, num_turns: int) -> None:
-        """Raises EpisodeError if ids say what a session says, up to the end of its next turn or of its prompt, in other
-        tokens."""
-        decode = self._root.voice.decode
-        start = 0 if found is None else found.ends[num_turns]
-        for session in self._root.family:
-            ends = session.ends
-            is_same = session.token_ids[:start] == list(ids[:start])
-            end = next((each for each in ends if each > start), None)
-            if end is None or not is_same or session.token_ids[:end] == list(ids[:end]):
+    def _begun(self, session: TokenSession) -> TokenSession:
+        self._own.append(session)
+        return session
+
+    def _require_answers(self, ids: Sequence[int], place: int) -> None:
+        """Raises EpisodeError if ids hold something else where a session has a sampled turn, or what it says from
+        `place` on, to the end of its prompt or next turn, in other tokens."""
+        for session in self._own:
+            for turn in session.turns:
+                start = turn.turns[-1].start
+                if place <= start < len(ids) and session.token_ids[:start] == list(ids[:start]):
+                    raise EpisodeError(
+                        f"{_WHAT}: other ids in the place of an answer",
+                        seen=f"another id at place {_first_other(session, ids)}",
+                        expected=f"the ids that were sampled from place {start} on, or none behind it",
+                        remedy="append to the ids of the answers: they are not trimmed, cut or encoded again",
+                    )
+            end = next((each for each in session.ends if each > place), None)
+            if end is None or session.token_ids[:place] != list(ids[:place]):
                 continue
-            text = decode(session.token_ids[start:end])
-            if text and decode(ids[start:]).startswith(text):
-                place = next(i for i in range(start, end) if i >= len(ids) or ids[i] != session.token_ids[i])
+            text = self._root.voice.decode(session.token_ids[place:end])
+            if text and self._root.voice.decode(ids[place:]).startswith(text):
                 raise EpisodeError(
                     f"{_WHAT}: the tokens of earlier turns were encoded again",
-                    seen=f"other ids from place {place} on, for the same text",
+                    seen=f"another id at place {_first_other(session, ids)}, for the same text",
                     expected=f"the {end} ids so far, as they were sent and sampled",
                     remedy="append to the ids of the answers; do not encode a text that the policy has sampled",
                 )
+
+
+def _first_other(session: TokenSession, ids: Sequence[int]) -> int:
+    """Returns the first place at which ids are not those of a session."""
+    pairs = zip(ids, session.token_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(session.token_ids)))
 
 
 def _turns_shared(session: TokenSession, ids: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._lock, self._is_closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -61,6 +61,14 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                continue  # work raised it: whoever waits for that work gets it, too
 
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

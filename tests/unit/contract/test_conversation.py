@@ -46,6 +46,10 @@ class FakeSession:
         self.text, self.template, self.answers = text, template, list(answers)
         self.opened: list[FakeSession] = []
 
+    @property
+    def num_left(self) -> int:
+        return 1_000 - len(self.text)
+
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
         return "".join(f"[{each['name']}]" for each in tools) + self.template(messages, ask)
 

@@ -11,6 +11,7 @@ import pytest
 from chat_streams import END, END_TEXT, QUESTION, decode, encode, hermes, message, played, says
 
 from moerl.contract.episodes import AgentEndpoint, Session, in_thread
+from moerl.contract.ports import Prompt
 
 PROMPT = encode(hermes([QUESTION], [], True))
 MORE = encode("\n<|im_start|>user\nand one?<|im_end|>\n<|im_start|>assistant\n")
@@ -80,8 +81,7 @@ def test_an_answer_that_was_encoded_again_is_refused_and_not_an_observation():
         capital = [*PROMPT, *encode("FOUR"), END]
         answer = await generate(endpoint, [*capital, *MORE])
         assert answer.status_code == 400
-        assert "encoded again" in answer.json()["error"]["message"]
-        assert f"from place {len(PROMPT)} on" in answer.json()["error"]["message"]
+        assert f"another id at place {len(PROMPT)}" in answer.json()["error"]["message"]
         assert len(await sampled(endpoint, [*first, *MORE])) == 5
 
     episode = played(agent, says("four", "five"), decode=lambda ids: decode(ids).lower())
@@ -132,3 +132,64 @@ def test_messages_and_ids_do_not_mix_in_one_session():
             await message(endpoint, [QUESTION, first, {"role": "user", "content": "and two?"}])
 
     assert len(sessions(played(agent, says("four", "five")))) == 1
+
+
+def test_a_fork_goes_on_as_its_own_session():
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        ids = list(PROMPT)
+        for _ in range(3):
+            ids += [*await sampled(endpoint, ids), *MORE]
+        branch = [*PROMPT, *encode("1"), END, *encode("other")]
+        for _ in range(3):
+            branch += [*await sampled(endpoint, branch), *MORE]
+
+    episode = played(agent, says("1", "2", "3", "a", "b", "c"))
+    assert len(sessions(episode)) == 2
+    assert [int(record.values["sampled"].sum()) for record in episode.records] == [6, 6]
+
+
+def test_two_answers_to_the_same_ids_can_both_be_gone_on_with():
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        for answer in (await sampled(endpoint, PROMPT), await sampled(endpoint, PROMPT)):
+            await sampled(endpoint, [*PROMPT, *answer, *MORE])
+
+    assert len(sessions(played(agent, says("1", "2", "3", "4")))) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[*encode("four"), END], encode("four "), encode("FOUR "), [*encode("other"), END]],
+    ids=["trimmed", "without its end", "encoded again", "another"],
+)
+def test_something_else_in_the_place_of_an_answer_is_refused_and_no_observation(answer: list[int]):
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        await sampled(endpoint, PROMPT)
+        refused = await generate(endpoint, [*PROMPT, *answer, *MORE])
+        assert refused.status_code == 400
+        assert "other ids in the place of an answer" in refused.json()["error"]["message"]
+
+    assert len(sessions(played(agent, says("four "), decode=lambda ids: decode(ids).lower()))) == 1
+
+
+def test_each_door_has_its_own_sessions():
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        other = session.fork("b")
+        session.rewards["reward"], other.rewards["reward"] = 1.0, -1.0
+        async with other.serve(Prompt("p", "", {})) as second:
+            await sampled(second, PROMPT)
+            await sampled(endpoint, PROMPT)
+
+    episode = played(agent, says("b", "a"))
+    found = {
+        record.values["rewards"]["reward"]: decode(record.values["token_ids"].tolist()) for record in episode.records
+    }
+    assert found[1.0].endswith(f"a{END_TEXT}")
+    assert found[-1.0].endswith(f"b{END_TEXT}")
+
+
+def test_ids_that_no_tokenizer_has_are_refused():
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        await sampled(endpoint, PROMPT)
+        assert (await generate(endpoint, [2**32 + 1])).status_code == 400
+
+    assert len(sessions(played(agent, says("four")))) == 1

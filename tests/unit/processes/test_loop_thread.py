@@ -102,6 +102,21 @@ def test_work_that_begins_while_the_loop_is_closed_ends_whichever_comes_first():
                 future.result(20.0)
 
 
+def test_work_that_raises_what_ends_a_process_ends_alone():
+    loop = LoopThread("test")
+
+    async def leaves() -> None:
+        raise SystemExit(3)
+
+    async def answer() -> int:
+        return 42
+
+    with pytest.raises(SystemExit):
+        loop.start(leaves()).result(20.0)
+    assert loop.start(answer()).result(20.0) == 42
+    loop.close(nothing)
+
+
 def test_no_other_module_begins_work_in_a_loop_of_another_thread():
     users = {
         path.relative_to(ROOT).as_posix()

@@ -28,6 +28,10 @@ class FakeSession:
         self.observed: list[str] = []
 
     @property
+    def num_left(self) -> int:
+        return 1_000 - len(self.observed)
+
+    @property
     def is_over(self) -> bool:
         return not self.texts
 
