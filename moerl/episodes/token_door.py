@@ -136,8 +136,8 @@ class TokenDoor:
         return session
 
     def _require_answers(self, ids: Sequence[int], place: int) -> None:
-        """Raises EpisodeError if ids hold something else where a session has a sampled turn, or what it says from
-        `place` on, to the end of its prompt or next turn, in other tokens."""
+        """Raises EpisodeError if ids hold something else in the place of a turn that a session has sampled, or say what
+        it says from `place` on, to the end of its prompt or next turn, in other tokens."""
         for session in self._own:
             for turn in session.turns:
                 start = turn.turns[-1].start
