@@ -1,4 +1,4 @@
-"""Agents that give up and race, stop texts, calls of all kinds: answers come whole, in sessions that nobody else uses."""
+"""Agents that give up and race, stop texts, calls of all kinds: answers come whole, in sessions of their own."""
 
 from __future__ import annotations
 
