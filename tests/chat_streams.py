@@ -20,6 +20,7 @@ from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
 END, END_TEXT = 1, "<|im_end|>"
 _CHARACTERS = string.printable[:97]
 QUESTION = {"role": "user", "content": "two and two?"}
+MORE = {"role": "user", "content": "and one?"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -108,3 +109,9 @@ async def message(endpoint: AgentEndpoint, messages: Sequence[Mapping[str, Any]]
     answer = await ask(endpoint, messages, **fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]
+
+
+def texts(episode: PlayedEpisode) -> list[str]:
+    """Whole texts of the sessions of an episode that has no error."""
+    assert episode.error is None
+    return [decode(record.values["token_ids"].tolist()) for record in episode.records]

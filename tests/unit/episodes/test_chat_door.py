@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from chat_streams import END_TEXT, QUESTION, TOOL, ask, decode, encode, hermes, message, played, says
+from chat_streams import END_TEXT, MORE, QUESTION, TOOL, ask, decode, encode, hermes, message, played, says, texts
 from episode_streams import FakeStream
 from sglang_live import ENVIRONMENT as SGLANG_ENVIRONMENT
 
@@ -23,14 +23,7 @@ from moerl.rollout.sglang.install import python_of
 
 AGENT = Path(__file__).parents[2] / "openai_agent.py"
 
-MORE = {"role": "user", "content": "and one?"}
 PROMPT = Prompt("p", hermes([QUESTION], (), True), {}, Chat((QUESTION,)))
-
-
-def texts(episode: Any) -> list[str]:
-    """Whole texts of the sessions, without errors."""
-    assert episode.error is None
-    return [decode(record.values["token_ids"].tolist()) for record in episode.records]
 
 
 def test_a_conversation_goes_on_behind_the_tokens_that_were_sampled():

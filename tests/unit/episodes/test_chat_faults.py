@@ -5,24 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 import pytest
-from chat_streams import END_TEXT, QUESTION, TOOL, ask, decode, hermes, message, played, says
+from chat_streams import END_TEXT, MORE, QUESTION, TOOL, ask, hermes, message, played, says, texts
 from episode_streams import FakeStream
 
 from moerl.contract.episodes import AgentEndpoint, Message, Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.errors import RequestRefusedError
-
-MORE = {"role": "user", "content": "and one?"}
-
-
-def texts(episode: Any) -> list[str]:
-    """Whole texts of the sessions, without errors."""
-    assert episode.error is None
-    return [decode(record.values["token_ids"].tolist()) for record in episode.records]
 
 
 def test_a_request_for_several_answers_that_is_given_up_leaves_none_of_them_behind():

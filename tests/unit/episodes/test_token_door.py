@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from chat_streams import END, END_TEXT, QUESTION, decode, encode, hermes, message, played, says
+from chat_streams import END, END_TEXT, QUESTION, decode, encode, hermes, message, played, says, texts
 
 from moerl.contract.episodes import AgentEndpoint, Session, in_thread
 from moerl.contract.ports import Prompt
@@ -31,11 +31,6 @@ async def sampled(endpoint: AgentEndpoint, ids: Sequence[int], **fields: Any) ->
     return answer.json()["choices"][0]["token_ids"]
 
 
-def sessions(episode: Any) -> list[str]:
-    assert episode.error is None
-    return [decode(record.values["token_ids"].tolist()) for record in episode.records]
-
-
 def test_ids_behind_an_answer_go_on_in_its_session_and_the_answer_has_what_clients_read():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         params = {"stop_token_ids": [END], "logprobs": 1, "skip_special_tokens": False, "temperature": 1.0}
@@ -51,7 +46,7 @@ def test_ids_behind_an_answer_go_on_in_its_session_and_the_answer_has_what_clien
     logprobs: list[float] = []
     episode = played(agent, says("four", "five"))
     start = hermes([QUESTION], [], True) + "four" + END_TEXT + decode(MORE)
-    assert sessions(episode) == [start + "fi"]
+    assert texts(episode) == [start + "fi"]
     kept = episode.records[0].values
     assert kept["rollout_logprobs"][len(PROMPT) : len(PROMPT) + 5].tolist() == logprobs
 
@@ -65,7 +60,7 @@ def test_another_continuation_is_a_fork_and_another_beginning_a_session():
         await sampled(endpoint, encode("a sub-agent"))
 
     episode = played(agent, says("1", "2", "3", "4", "4", "5"))
-    found = sessions(episode)
+    found = texts(episode)
     assert len(found) == 5
     lineages = [record.values["lineage"] for record in episode.records]
     assert [each.parent_rollout_id for each in lineages] == ["", "r0", "", "", ""]
@@ -85,7 +80,7 @@ def test_an_answer_that_was_encoded_again_is_refused_and_not_an_observation():
         assert len(await sampled(endpoint, [*first, *MORE])) == 5
 
     episode = played(agent, says("four", "five"), decode=lambda ids: decode(ids).lower())
-    assert len(sessions(episode)) == 1
+    assert len(texts(episode)) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,7 +105,7 @@ def test_a_field_that_a_run_does_not_do_is_refused_by_name(fields: dict[str, Any
         assert answer.json()["error"]["message"].startswith(f"generate: {name};")
         await sampled(endpoint, PROMPT)
 
-    assert len(sessions(played(agent, says("four")))) == 1
+    assert len(texts(played(agent, says("four")))) == 1
 
 
 def _ids(fields: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +116,7 @@ def test_fields_that_are_to_be_left_aside_are():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         await sampled(endpoint, PROMPT, sampling_params={"temperature": 0.1, "seed": 3})
 
-    assert len(sessions(played(agent, says("four"), ignored=["temperature", "seed"]))) == 1
+    assert len(texts(played(agent, says("four"), ignored=["temperature", "seed"]))) == 1
 
 
 def test_messages_and_ids_do_not_mix_in_one_session():
@@ -131,7 +126,7 @@ def test_messages_and_ids_do_not_mix_in_one_session():
         with pytest.raises(AssertionError, match="used beside its door"):
             await message(endpoint, [QUESTION, first, {"role": "user", "content": "and two?"}])
 
-    assert len(sessions(played(agent, says("four", "five")))) == 1
+    assert len(texts(played(agent, says("four", "five")))) == 1
 
 
 def test_a_fork_goes_on_as_its_own_session():
@@ -144,7 +139,7 @@ def test_a_fork_goes_on_as_its_own_session():
             branch += [*await sampled(endpoint, branch), *MORE]
 
     episode = played(agent, says("1", "2", "3", "a", "b", "c"))
-    assert len(sessions(episode)) == 2
+    assert len(texts(episode)) == 2
     assert [int(record.values["sampled"].sum()) for record in episode.records] == [6, 6]
 
 
@@ -153,7 +148,7 @@ def test_two_answers_to_the_same_ids_can_both_be_gone_on_with():
         for answer in (await sampled(endpoint, PROMPT), await sampled(endpoint, PROMPT)):
             await sampled(endpoint, [*PROMPT, *answer, *MORE])
 
-    assert len(sessions(played(agent, says("1", "2", "3", "4")))) == 2
+    assert len(texts(played(agent, says("1", "2", "3", "4")))) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,10 +163,10 @@ def test_something_else_in_the_place_of_an_answer_is_refused_and_no_observation(
         assert refused.status_code == 400
         assert "other ids in the place of an answer" in refused.json()["error"]["message"]
 
-    assert len(sessions(played(agent, says("four "), decode=lambda ids: decode(ids).lower()))) == 1
+    assert len(texts(played(agent, says("four "), decode=lambda ids: decode(ids).lower()))) == 1
 
 
-def test_each_door_has_its_own_sessions():
+def test_each_door_has_its_own_texts():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         other = session.fork("b")
         session.rewards["reward"], other.rewards["reward"] = 1.0, -1.0
@@ -192,4 +187,4 @@ def test_ids_that_no_tokenizer_has_are_refused():
         await sampled(endpoint, PROMPT)
         assert (await generate(endpoint, [2**32 + 1])).status_code == 400
 
-    assert len(sessions(played(agent, says("four")))) == 1
+    assert len(texts(played(agent, says("four")))) == 1
