@@ -319,6 +319,8 @@ class _Stage:
     def _resolve(self, record: RolloutRecord, answer: Trajectory | ContractError) -> None:
         name: object = record.rollout_id
         waiting = self._asked.get(name) if type(name) is str else None
+        if waiting is not None and waiting.cancelled():
+            return  # given up in this very step: whoever asked has not run yet
         if waiting is None or waiting.done():
             if type(name) is not str or name not in self._left:
                 self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), _unrequested(name)))

@@ -341,3 +341,19 @@ def test_an_environment_that_does_not_let_itself_be_cancelled_holds_up_nobody(mo
     played.close()
     assert stream.is_closed
     released.set()
+
+
+def test_an_answer_that_comes_in_the_step_in_which_it_is_given_up_is_left_and_not_unrequested() -> None:
+    async def gives_up(session: Session) -> Mapping[str, float]:
+        for number in range(400):
+            sampling = asyncio.ensure_future(session.fork(num_turns=0).sample(1))
+            for _ in range(number % 40):
+                await asyncio.sleep(0)
+            await asyncio.sleep(number % 7 * 5e-5)
+            sampling.cancel()
+            await asyncio.wait({sampling})
+        await session.sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(gives_up)
+    assert episode.error is None
