@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from moerl.algorithms.group_policy import GroupPolicy
-from moerl.algorithms.policy import PolicyLoss, PolicyRows, SampledTokens
+from moerl.algorithms.policy import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals
@@ -31,6 +31,21 @@ def preset(name: str, **changes: Any) -> GroupPolicy:
     algorithm.check(group_size=8, minibatches=4)
     assert isinstance(algorithm, GroupPolicy)
     return algorithm
+
+
+def rewarded_batch(rewards: Sequence[float], groups: Sequence[int], num_tokens: Sequence[int]) -> RewardedBatch:
+    """Rollouts of one agent and one turn each, every one an episode."""
+    size, num_sampled = len(rewards), sum(num_tokens)
+    return RewardedBatch(
+        rewards_B=torch.tensor(rewards),
+        group_index_B=torch.tensor(groups),
+        episode_index_B=torch.arange(size),
+        num_tokens_B=torch.tensor(num_tokens),
+        truncated_B=torch.zeros(size, dtype=torch.bool),
+        agent_index_B=torch.zeros(size, dtype=torch.int64),
+        turn_index_N=torch.zeros(num_sampled, dtype=torch.int64),
+        turn_rewards_N=torch.zeros(num_sampled),
+    )
 
 
 def grpo(**changes: Any) -> GroupPolicy:

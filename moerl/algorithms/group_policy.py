@@ -30,6 +30,12 @@ class GroupPolicy(AlgorithmSection):
     """Settings that all built-in algorithms have. A subclass gives `name` its literal type and computes
     `token_losses`."""
 
+    credit: Literal["episode", "agent", "turn"] = Field(
+        "episode",
+        description="What an advantage belongs to: every trajectory of an episode, compared with its group; each agent,"
+        " compared with the same agent in the group; or each turn, by what is gained from it on, compared with the same"
+        " turn of the same agent.",
+    )
     overlong_buffer: Count | None = Field(
         description="Tokens before overlong_limit over which a reward falls by overlong_factor (DAPO); null = none."
     )
@@ -123,6 +129,16 @@ class GroupPolicy(AlgorithmSection):
                 f"at most {group_size}, the responses of a group that are trained",
             ),
             (
+                self.pass_k is not None and self.credit != "episode",
+                ("pass_k", "credit"),
+                "credit=episode: pass@k is of whole episodes",
+            ),
+            (
+                self.credit == "turn" and self.kl_in == "reward",
+                ("credit", "kl_in"),
+                "kl_in=loss: the KL of a response is not divided into turns",
+            ),
+            (
                 self.baseline == "none" and self.normalize_std,
                 ("baseline", "normalize_std"),
                 "normalize_std=false without a baseline: equal rewards have a deviation of 0",
@@ -196,17 +212,20 @@ class GroupPolicy(AlgorithmSection):
         if self.kl_in == "reward":
             assert batch.kl_B is not None, "a KL in the reward, and the batch has none"
             rewards_B = rewards_B - self.kl_coef * batch.kl_B
+        units = toolbox.credit_units(batch, rewards_B, self.credit)
         if self.pass_k is not None:
-            advantages_B = toolbox.pass_at_k_advantages(rewards_B, batch.group_index_B, self.pass_k)
+            advantages_U = toolbox.pass_at_k_advantages(units.rewards_U, units.group_index_U, self.pass_k)
         else:
-            advantages_B = toolbox.group_advantages(
-                rewards_B,
-                batch.group_index_B,
+            advantages_U = toolbox.group_advantages(
+                units.rewards_U,
+                units.group_index_U,
                 normalize_std=self.normalize_std,
                 baseline=self.baseline,
-                episode_index_B=batch.episode_index_B,
+                episode_index_B=units.episode_index_U,
             )
-        return toolbox.whitened(advantages_B, batch.num_tokens_B) if self.whiten else advantages_B
+        if self.whiten:
+            advantages_U = toolbox.whitened(advantages_U, units.num_tokens_U)
+        return advantages_U.repeat_interleave(units.num_tokens_U) if self.credit == "turn" else advantages_U
 
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
         from moerl.algorithms import toolbox
@@ -228,11 +247,13 @@ class GroupPolicy(AlgorithmSection):
         reward = "r" if not self.kl_in_reward else f"r - {self.kl_coef:g} KL({self.kl_support})"
         if self.overlong_buffer is not None:
             reward = f"{reward} (less up to {self.overlong_factor:g} in the last {self.overlong_buffer} tokens)"
-        against = {"mean": " - mean(group)", "leave_one_out": " - mean(others of the group)", "none": ""}
+        group = {"episode": "group", "agent": "agent in the group", "turn": "turn in the group"}[self.credit]
+        reward = f"sum of rewards from the turn on of {reward}" if self.credit == "turn" else reward
+        against = {"mean": f" - mean({group})", "leave_one_out": f" - mean(others of the {group})", "none": ""}
         advantage = f"A = {reward}{against[self.baseline]}"
         if self.pass_k is not None:
             advantage = f"A = what {reward} adds to the best of {self.pass_k}"
-        advantage += ", over std(group)" if self.normalize_std else ""
+        advantage += f", over std({group})" if self.normalize_std else ""
         return advantage + (", whitened over the tokens of the batch" if self.whiten else "")
 
     def _terms(self) -> str:

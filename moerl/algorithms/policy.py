@@ -115,11 +115,18 @@ class RewardedBatch:
     """int64; sampled tokens."""
     truncated_B: Tensor
     """bool; True if the response was cut off at its longest length."""
+    agent_index_B: Tensor
+    """int64; the same for rollouts of one agent (`Lineage.agent_id`)."""
+    turn_index_N: Tensor
+    """int64; number of the turn of each of the N sampled tokens, rollout by rollout, from 0; those of a fork go on from
+    the turns that it begins with."""
+    turn_rewards_N: Tensor
+    """float32; reward of a turn on its last token (`Session.credit`), 0 on others."""
     kl_B: Tensor | None = None
     """float32, nats; exact KL to the reference of the weights that the batch met, summed over the tokens of each
     rollout. None unless `Algorithm.kl_in_reward`."""
     scores_N: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By name float32 [N]; side scores of all N sampled tokens, rollout by rollout. The names of `Algorithm.needs`."""
+    """By name float32 [N]; side scores of the sampled tokens. The names of `Algorithm.needs`."""
 
 
 class Algorithm(PolicyObjective, Protocol):

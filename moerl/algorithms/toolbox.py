@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import group_advantages, less_when_overlong, pass_at_k_advantages, whitened
 from moerl.algorithms.covariance import covariances, mean_facts, row_covariances
+from moerl.algorithms.credit import CreditUnits, credit_units
 from moerl.algorithms.importance import (
     Bounds,
     importance_weights,
@@ -32,6 +33,7 @@ __all__ = [
     "Algorithm",
     "BatchTotals",
     "Bounds",
+    "CreditUnits",
     "PolicyLoss",
     "PolicyObjective",
     "PolicyRows",
@@ -44,6 +46,7 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_surrogate",
     "covariances",
+    "credit_units",
     "gated_policy_loss",
     "group_advantages",
     "importance_weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.contract.trajectory import TURN_REWARDS
 from moerl.errors import ConfigError
 
 
@@ -24,6 +25,13 @@ def _check_scores(config: RunConfig) -> None:
             seen=", ".join(missing),
             expected=f"names in scorers ({', '.join(config.scorers) or 'none is configured'}), or a dump that has them",
             remedy=f"set scorers.{missing[0]}={{kind: model, path: DIR}}; or rollout=dumps rollout.path=PATH",
+        )
+    if TURN_REWARDS in config.scorers:
+        raise ConfigError(
+            f"scorers.{TURN_REWARDS}: rewards of turns have this name",
+            seen=", ".join(config.scorers),
+            expected="another name",
+            remedy="rename the scorer, here and in algorithm.scores",
         )
     if config.scorers and not config.has_engine:
         raise ConfigError(

@@ -86,6 +86,19 @@ class Session(Protocol):
         """
         ...
 
+    def credit(self, reward: float, turn: int = -1) -> None:
+        """Adds a reward to a turn of this session, for `algorithm.credit=turn`; the rewards of the session count on top
+        of it.
+
+        Args:
+            reward: finite.
+            turn: number of the sampled turn, from 0; -1 = the latest.
+
+        Raises:
+            EpisodeError: there is no such turn, or the reward is not finite.
+        """
+        ...
+
     def observe(self, text: str) -> None:
         """Appends text of the environment: encoded without special tokens, never trained on. It counts only if a turn
         is sampled behind it.

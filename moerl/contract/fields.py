@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 MAX_KEPT_IDS = 4096
 """Largest kept set an engine may return; the finite top-k used when only top_p or min_p was asked for."""
+TURN_REWARDS = "turn_reward"
+"""Name of the side score with the rewards of turns: on the last token of each turn its reward, 0 on others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,11 @@ class TrajectoryFields:
     @property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
+
+    @property
+    def sampled_turns(self) -> list[Turn]:
+        """Spans that the policy sampled, in order."""
+        return [turn for turn in self.turns if turn.kind is TurnKind.SAMPLED]
 
     @property
     def temperatures(self) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.fields import (
     MAX_KEPT_IDS,
+    TURN_REWARDS,
     FinishReason,
     KeptSets,
     Lineage,
@@ -29,6 +30,7 @@ from moerl.contract.invariants import check_rewards, check_scores, check_traject
 
 __all__ = [
     "MAX_KEPT_IDS",
+    "TURN_REWARDS",
     "FinishReason",
     "KeptSets",
     "Lineage",

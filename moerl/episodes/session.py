@@ -11,10 +11,13 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from moerl.contract.demands import is_finite, is_number, shown
 from moerl.contract.episodes import AgentEndpoint, Message, SampledTurn
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.routing import rollout_key
-from moerl.contract.trajectory import FinishReason, Lineage, Trajectory
+from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Lineage, Trajectory
 from moerl.episodes.join import TurnPiece, join
 from moerl.errors import EpisodeError, SessionOverError
 
@@ -54,6 +57,8 @@ class TokenSession:
     """Rewards as in `Session`."""
     turns: list[TurnPiece] = field(default_factory=list[TurnPiece])
     """New parts of the answers so far."""
+    turn_rewards: list[float | None] = field(default_factory=list[float | None])
+    """Rewards of the turns so far; None for a turn without one."""
     _ids: list[int] = field(default_factory=list[int])
     _num_asked: int = 0
     _is_asking: bool = False
@@ -131,6 +136,7 @@ class TokenSession:
         start, end = len(self._ids), len(self._ids) + len(sampled)
         reason = turn.finish_reason if cut is None else FinishReason.STOP
         self.turns.append(TurnPiece.of(turn, self._end, end, reason))
+        self.turn_rewards.append(None)
         self._ids += sampled
         logprobs = tuple(turn.rollout_logprobs[start:end].tolist())
         return SampledTurn(text, tuple(sampled), reason, end_text, logprobs)
@@ -139,7 +145,15 @@ class TokenSession:
         """Forgets the latest turn: nobody has seen it. What was observed before it stays, to no effect."""
         self._require_quiet("retract")
         piece = self.turns.pop()
+        self.turn_rewards.pop()
         del self._ids[piece.turns[-1].start :]
+
+    def credit(self, reward: float, turn: int = -1) -> None:
+        if not -1 <= turn < len(self.turns) or not self.turns:
+            raise EpisodeError("episode: a reward of a turn", seen=turn, expected=f"one of {len(self.turns)} turns")
+        if not (is_number(reward) and is_finite(reward)):
+            raise EpisodeError("episode: a reward of a turn", seen=shown(reward), expected="a finite number")
+        self.turn_rewards[turn] = (self.turn_rewards[turn] or 0.0) + float(reward)
 
     def _first_stop(self, sampled: Sequence[int], stop: Sequence[str]) -> int | None:
         """Returns the fewest sampled tokens in which one of the texts is complete; None if none is."""
@@ -204,6 +218,10 @@ class TokenSession:
         if self is not root or any(each.turns for each in self.family[1:]):
             lineage = replace(lineage, episode_id=root.rollout_id)
         values = join(self.turns, lineage)
+        if any(reward is not None for reward in self.turn_rewards):
+            rewards_S = np.zeros(self._end, np.float32)
+            rewards_S[[turn.end - 1 for turn in self.turns]] = [reward or 0.0 for reward in self.turn_rewards]
+            values["scores"] = {TURN_REWARDS: rewards_S}
         if values["finish_reason"] is not FinishReason.ABORT:
             # A limit of one turn is the environment's choice; an observation may use up what was left.
             was_cut = values["finish_reason"] is FinishReason.LENGTH or len(self._ids) > self._end

@@ -35,11 +35,11 @@ from moerl.contract.trainer import PassReport
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
+from moerl.orchestration.advantages import rewarded, with_advantages
 from moerl.orchestration.ahead import Ahead
 from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.replay_report import explained
-from moerl.orchestration.rollouts import rewarded, with_advantages
 from moerl.orchestration.run import Run
 from moerl.orchestration.source import Live, Source
 from moerl.telemetry.metrics import table_metrics

@@ -10,21 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from moerl.algorithms.policy import Algorithm, RewardedBatch
 from moerl.config.rollouts import RolloutConfig
-from moerl.contract.batch import TrainSample
-from moerl.contract.demands import demand_scores
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
-from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
+from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.episodes.play import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
 from moerl.orchestration.chat import ChatWriter
@@ -305,47 +300,3 @@ def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[Roll
     those of an episode stay in their order."""
     order = {request.lineage.rollout_id: i for i, request in enumerate(requests)}
     return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.episode])
-
-
-def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> RewardedBatch:
-    """Returns the batch that advantages of these trajectories are computed from. A trajectory without an episode is an
-    episode of its own. scores: names of the side scores that the batch has.
-
-    Raises:
-        ContractError: a trajectory lacks one of the scores.
-    """
-
-    def numbered(names: list[str]) -> torch.Tensor:
-        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        return torch.tensor([number[name] for name in names])
-
-    for trajectory in trajectories:
-        demand_scores(trajectory.scores, scores)
-    lineages = [trajectory.lineage for trajectory in trajectories]
-    return RewardedBatch(
-        rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),
-        group_index_B=numbered([each.group_id for each in lineages]),
-        episode_index_B=numbered([f"{each.group_id}\0{each.episode}" for each in lineages]),
-        num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
-        truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
-        scores_N={
-            name: torch.from_numpy(np.concatenate([t.scores[name][t.sampled] for t in trajectories])) for name in scores
-        },
-    )
-
-
-def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
-    """Returns the trajectories with the advantages of their sampled tokens; with zeros if a KL is yet to be taken from
-    the rewards."""
-    counts = [trajectory.num_sampled for trajectory in trajectories]
-    if algorithm.kl_in_reward:
-        advantages_N = np.zeros(sum(counts), np.float32)
-    else:
-        advantages = algorithm.compute_advantages(rewarded(trajectories, algorithm.needs)).numpy()
-        advantages_N = np.repeat(advantages, counts) if len(advantages) == len(trajectories) else advantages
-    samples: list[TrainSample] = []
-    for trajectory, end in zip(trajectories, np.cumsum(counts).tolist(), strict=True):
-        advantages_S = np.zeros(len(trajectory), np.float32)
-        advantages_S[trajectory.sampled] = advantages_N[end - trajectory.num_sampled : end]
-        samples.append(TrainSample(trajectory, advantages_S))
-    return samples

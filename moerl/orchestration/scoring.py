@@ -92,4 +92,5 @@ class _Pending:
 
 
 def _scored(trajectory: Trajectory, scores: _Scores) -> Trajectory:
-    return trajectory.with_scores({name: future.result() for name, future in scores.items()}) if scores else trajectory
+    found = {name: future.result() for name, future in scores.items()}
+    return trajectory.with_scores({**trajectory.scores, **found}) if found else trajectory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from moerl.buffer.ledger import Ledger
-from moerl.contract.trajectory import FinishReason, Trajectory
+from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory
 from moerl.errors import MoerlError, RewardError
 
 SHORTEST = "shortest"
@@ -16,10 +16,11 @@ SHORTEST = "shortest"
 MAX_BATCHES = 10
 """Batches' worth of groups that are asked for, at most, until one batch is full of groups that are not filtered."""
 FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {
-    "equal_rewards": lambda group: len({trajectory.rewards["reward"] for trajectory in group}) == 1,
+    "equal_rewards": lambda group: _equal_rewards(group),
     "truncated": lambda group: all(trajectory.finish_reason is FinishReason.LENGTH for trajectory in group),
 }
-"""Tests for groups that teach nothing, by name: all rewards are equal; no response came to its end."""
+"""Tests for groups that teach nothing, by name: all rewards of each agent are equal, and those of turns; no response
+came to its end."""
 
 
 def filtered_for(group: Sequence[Trajectory], filters: Sequence[str]) -> str:
@@ -78,6 +79,17 @@ def num_episodes(trajectories: Sequence[Trajectory]) -> int:
     """Returns the number of rollouts that these trajectories came of: an episode is one, however many sessions it
     had."""
     return len({trajectory.lineage.episode for trajectory in trajectories})
+
+
+def _equal_rewards(group: Sequence[Trajectory]) -> bool:
+    of_agents: dict[str, set[float]] = {}
+    of_turns: dict[str, set[bytes]] = {}
+    for trajectory in group:
+        agent, given = trajectory.lineage.agent_id, trajectory.scores.get(TURN_REWARDS)
+        of_agents.setdefault(agent, set()).add(trajectory.rewards["reward"])
+        ends = [turn.end - 1 for turn in trajectory.sampled_turns]
+        of_turns.setdefault(agent, set()).add(b"" if given is None else np.trim_zeros(given[ends], "b").tobytes())
+    return all(len(each) == 1 for each in (*of_agents.values(), *of_turns.values()))
 
 
 def _rank(trajectory: Trajectory, keep_by: str) -> float:

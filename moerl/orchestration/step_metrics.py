@@ -16,7 +16,7 @@ from torch import Tensor
 from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
-from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
+from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.devices import peak_flops
 from moerl.telemetry.metrics import failed_reward_metric, is_reward_name, named_reward_metric, score_metrics
 
@@ -152,7 +152,7 @@ def _score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the means over sampled tokens of the side scores that all trajectories have."""
     names = set.intersection(*({*trajectory.scores} for trajectory in trajectories))
     metrics = dict[str, float]()
-    for name in sorted(filter(is_reward_name, names)):
+    for name in sorted(filter(is_reward_name, names - {TURN_REWARDS})):
         scores = np.concatenate([t.scores[name][t.sampled] for t in trajectories]).astype(np.float64)
         logprobs = np.concatenate([t.rollout_logprobs[t.sampled] for t in trajectories])
         mean, gap = score_metrics(name)

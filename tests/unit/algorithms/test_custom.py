@@ -9,23 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from policy_rows import grpo, policy_rows
+from policy_rows import grpo, policy_rows, rewarded_batch
 from user_losses import GRPO_BY_HAND
 
 from moerl.algorithms.custom import Custom
-from moerl.algorithms.policy import PolicyLoss, RewardedBatch
+from moerl.algorithms.policy import PolicyLoss
 from moerl.config.load import load_config
 from moerl.errors import ConfigError
 from moerl.user_function import load_function
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.1}
-BATCH = RewardedBatch(
-    rewards_B=torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 1.0, 1.0]),
-    group_index_B=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
-    episode_index_B=torch.arange(7),
-    num_tokens_B=torch.tensor([3, 4, 5, 6, 7, 8, 9]),
-    truncated_B=torch.zeros(7, dtype=torch.bool),
-)
+BATCH = rewarded_batch([1.0, 0.0, 0.25, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 1, 1, 2, 2], [3, 4, 5, 6, 7, 8, 9])
 
 
 @pytest.fixture(autouse=True)

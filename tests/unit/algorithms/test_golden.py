@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 from plain_objectives import Batch, advantages, loss_and_gradient, weights
-from policy_rows import LONGEST, policy_rows, preset
+from policy_rows import LONGEST, policy_rows, preset, rewarded_batch
 from torch import Tensor
 
 from moerl.algorithms.advantages import pass_at_k_advantages
 from moerl.algorithms.group_policy import GroupPolicy
-from moerl.algorithms.policy import PolicyRows, RewardedBatch, SampledTokens
+from moerl.algorithms.policy import PolicyRows, SampledTokens
 from moerl.trainer.losses import Drift
 
 ROOT = Path(__file__).parents[3]
@@ -185,13 +185,8 @@ def tolerance(case: str, name: str) -> float:
 
 def our_advantages(case: str, row: Ours) -> tuple[GroupPolicy, list[float], dict[str, Tensor]]:
     found, algorithm = inputs(case), preset(row[0], **row[1])
-    batch = RewardedBatch(
-        rewards_B=found["rewards"],
-        group_index_B=found["alone" if "groups of one" in case else "groups"],
-        episode_index_B=torch.arange(len(found["rewards"])),
-        num_tokens_B=found["mask"].sum(1).long(),
-        truncated_B=torch.zeros(len(found["rewards"]), dtype=torch.bool),
-    )
+    groups = found["alone" if "groups of one" in case else "groups"]
+    batch = rewarded_batch(found["rewards"].tolist(), groups.tolist(), found["mask"].sum(1).long().tolist())
     return algorithm, algorithm.compute_advantages(batch).tolist(), found
 
 

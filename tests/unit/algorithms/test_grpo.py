@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from policy_rows import grpo, policy_rows
+from policy_rows import grpo, policy_rows, rewarded_batch
 from pydantic import ValidationError
 
 from moerl.algorithms.grpo import GRPO
@@ -74,13 +74,7 @@ def loss_by_code(batch: Batch, algorithm: GRPO, trainer: torch.Tensor, kl: torch
 
 
 def rewarded() -> RewardedBatch:
-    return RewardedBatch(
-        rewards_B=torch.tensor(REWARDS),
-        group_index_B=torch.tensor(GROUPS),
-        episode_index_B=torch.arange(len(LENGTHS)),
-        num_tokens_B=torch.tensor(LENGTHS),
-        truncated_B=torch.zeros(len(LENGTHS), dtype=torch.bool),
-    )
+    return rewarded_batch(REWARDS.tolist(), GROUPS.tolist(), LENGTHS)
 
 
 ALGORITHMS = [

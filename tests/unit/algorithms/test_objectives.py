@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from policy_rows import LONGEST, PRESETS, policy_rows, preset
+from policy_rows import LONGEST, PRESETS, policy_rows, preset, rewarded_batch
 from torch import Tensor
 
 from moerl.algorithms.group_policy import GroupPolicy
-from moerl.algorithms.policy import PolicyRows, RewardedBatch, SampledTokens
+from moerl.algorithms.policy import PolicyRows, SampledTokens
 from moerl.errors import ConfigError
 
 LENGTHS = (5, 1, 7, 3)
@@ -269,13 +269,8 @@ def test_an_entropy_bonus_is_taken_from_the_loss_with_its_gradient() -> None:
 
 
 def test_a_kl_in_the_reward_changes_advantages_and_not_the_loss() -> None:
-    batch = RewardedBatch(
-        rewards_B=torch.tensor([1.0, 0.0, 1.0, 0.0]),
-        group_index_B=torch.tensor([0, 0, 1, 1]),
-        episode_index_B=torch.arange(4),
-        num_tokens_B=torch.tensor([5, 4, 3, 2]),
-        truncated_B=torch.zeros(4, dtype=torch.bool),
-        kl_B=torch.tensor([2.0, 0.5, 0.0, 1.0]),
+    batch = replace(
+        rewarded_batch([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [5, 4, 3, 2]), kl_B=torch.tensor([2.0, 0.5, 0.0, 1.0])
     )
     algorithm = preset("rloo", kl_coef=0.1, kl_in="reward")
     assert algorithm.compute_advantages(batch).tolist() == pytest.approx([0.85, -0.85, 1.1, -1.1])
@@ -302,6 +297,8 @@ def test_an_algorithm_says_what_it_consists_of(name: str) -> None:
         ({"importance": "off", "importance_floor": 0.5}, "algorithm.importance"),
         ({"importance_outside": "drop", "importance_cap": 1.0}, "algorithm.importance_outside"),
         ({"whiten": True}, "algorithm.whiten"),
+        ({"credit": "turn", "kl_in": "reward", "kl_coef": 0.1}, "algorithm.credit"),
+        ({"credit": "agent", "pass_k": 2, "normalize_std": False}, "algorithm.pass_k"),
         ({"baseline": "none"}, "algorithm.baseline"),
         ({"pass_k": 4}, "algorithm.pass_k"),
         ({"pass_k": 9, "normalize_std": False}, "algorithm.pass_k"),

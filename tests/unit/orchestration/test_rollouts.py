@@ -23,7 +23,8 @@ from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.contract.quarantine import read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError, MoerlError, RewardError
-from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
+from moerl.orchestration.advantages import with_advantages
+from moerl.orchestration.rollouts import Collector, in_request_order
 from moerl.tasks.rewards import at_once
 from moerl.tasks.rewards.make import make_scorer
 from moerl.tasks.rewards.section import JsonReward
