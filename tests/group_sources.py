@@ -21,9 +21,9 @@ from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.scoring import Scoring
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
-Answer = Callable[[str, int], Trajectory | list[Trajectory] | None]
-"""Function that returns a rollout by its id and the version: one trajectory, those of an episode, or None if the
-rollout is refused."""
+Answer = Callable[[str, int], Trajectory | list[Trajectory] | str | None]
+"""Function that returns a rollout by its id and the version: one trajectory, those of an episode, None if the rollout
+is refused, or the reason for which it is left out."""
 
 
 def answer(
@@ -67,6 +67,9 @@ class FakeCollector:
         self.asked.append(ids)
         for name in sorted(ids):
             found = self._answers(name, version())
+            if isinstance(found, str):
+                yield RolloutOutcome(name, (answer(name, version()),), filtered=found)
+                continue
             yield RolloutOutcome(
                 name,
                 tuple(found) if isinstance(found, list) else () if found is None else (found,),

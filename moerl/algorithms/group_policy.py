@@ -31,7 +31,7 @@ class GroupPolicy(AlgorithmSection):
     `token_losses`."""
 
     credit: Literal["episode", "agent", "turn"] = Field(
-        "episode",
+        default="episode",
         description="What an advantage belongs to: every trajectory of an episode, compared with its group; each agent,"
         " compared with the same agent in the group; or each turn, by what is gained from it on, compared with the same"
         " turn of the same agent.",

@@ -36,6 +36,7 @@ _MAGIC = b"GRUP"
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     number: int
     refused: dict[str, str]
+    filtered: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,13 @@ class FinishedGroup:
     trajectories: Sequence[Trajectory]
     """Admitted trajectories with their rewards, in the order of the requests; those of an episode are together."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Reasons of all other rollouts, by rollout id."""
+    """Reasons of the rollouts that were refused, by rollout id."""
+    filtered: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Reasons of the rollouts that are not trained on as the configuration says, by rollout id."""
 
     @property
     def newest_version(self) -> int:
-        """Largest version of any token; -1 if every rollout was refused."""
+        """Largest version of any token; -1 if none was admitted."""
         return max((int(t.policy_versions.max()) for t in self.trajectories), default=-1)
 
 
@@ -95,7 +98,7 @@ class Journal:
             MoerlError: the file system refused, or the segment is damaged.
         """
         path = self._path
-        header = msgspec.msgpack.encode(_Header(group.number, dict(group.refused)))
+        header = msgspec.msgpack.encode(_Header(group.number, dict(group.refused), dict(group.filtered)))
         frame = encode_trajectories(group.trajectories)
         prefix = _PREFIX.pack(_MAGIC, zlib.crc32(header), len(header), len(frame))
         with writing(path):
@@ -181,7 +184,7 @@ class Journal:
             trajectories = decode_trajectories(record.frame, spec=self._spec)
         except (msgspec.MsgspecError, ContractError) as error:
             raise _damaged(path, f"the record at byte {record.start}: {error}") from error
-        return FinishedGroup(told.number, trajectories, told.refused)
+        return FinishedGroup(told.number, trajectories, told.refused, told.filtered)
 
 
 def _records(path: Path, data: bytes) -> Iterator[_Record]:

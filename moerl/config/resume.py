@@ -70,6 +70,7 @@ _WHY_NOT: dict[str, str | None] = {
     "sft.steps": None,
     "task": "problems and rewards follow from it",
     **{f"task.{name}": None for section in TASK_SECTIONS for name in section.may_change},
+    "episode": "what is trained on follows from its limits",
     "scorers": "what is trained on follows from their numbers",
     "evaluation": None,
     "checkpoint": None,

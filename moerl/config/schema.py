@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
+from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import DumpsRolloutConfig, RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
@@ -347,6 +348,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(description="The algorithm.")
     buffer: BufferConfig = Field(description="What waits between sampling and training.")
     rollout: RolloutConfig = Field(description="Sampling.")
+    episode: EpisodeConfig = Field(default=EpisodeConfig(), description="Limits of episodes.")
     keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
     keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")
     weights: WeightsConfig = Field(description="Weight updates.")

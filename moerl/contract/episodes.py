@@ -70,7 +70,8 @@ class Session(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more can be sampled: no token is left, or sampling was aborted."""
+        """True if nothing more can be sampled: no token is left, sampling was aborted, or the episode has reached a
+        limit (`episode.max_turns` and others). An episode that is told so counts as limited."""
         ...
 
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
@@ -84,6 +85,11 @@ class Session(Protocol):
         Raises:
             EpisodeError: the session is over, or samples already.
         """
+        ...
+
+    def count_calls(self, number: int) -> None:
+        """Counts calls of tools in answers of this session, for `episode.max_calls`. Whoever reads calls out of an
+        answer counts them, before tools are called."""
         ...
 
     def credit(self, reward: float, turn: int = -1) -> None:

@@ -101,5 +101,6 @@ class Reason(StrEnum):
     ROLLOUT_UNREQUESTED = "rollout_unrequested"
     REWARD_FAILED = "reward_failed"
     EPISODE_FAILED = "episode_failed"
+    EPISODE_LIMITED = "episode_limited"
     TURN_BREAKS_OFF = "turn_breaks_off"
     QUARANTINE_RATE_EXCEEDED = "quarantine_rate_exceeded"

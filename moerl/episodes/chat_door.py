@@ -122,6 +122,7 @@ class ChatDoor:
             message = self._message(_before(turn.text, request.stop), tool_format)
             branch.shown += [*request.messages[len(branch.shown) :], message]
             branch.num_tokens = len(branch.session.token_ids)
+            branch.session.count_calls(len(message.tool_calls))
             choices.append(_Choice(branch, turn, prompt_ids, message))
         return choices
 

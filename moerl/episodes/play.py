@@ -26,10 +26,12 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
+from moerl.episodes.limits import EpisodeLimits, Meter
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer
 
+NO_LIMITS = EpisodeLimits()
 _CANCEL_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 Check = Callable[[RolloutRecord], Trajectory]
@@ -62,6 +64,8 @@ class PlayedEpisode:
     """Reason for which the episode is refused; None if it is whole."""
     failed_reward: str | None = None
     """Name of the reward that failed, may be empty; None if none did."""
+    stopped_by: str = ""
+    """Limit that kept the episode from another turn, by its name in `EpisodeLimits`; empty if none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,13 @@ class Texts:
 
 
 def play(
-    episodes: Sequence[Episode], stream: RolloutStream, check: Check, texts: Texts, *, turn_seconds: float
+    episodes: Sequence[Episode],
+    stream: RolloutStream,
+    check: Check,
+    texts: Texts,
+    *,
+    turn_seconds: float,
+    limits: EpisodeLimits = NO_LIMITS,
 ) -> Generator[PlayedEpisode]:
     """Yields every episode once, in the order in which they end.
 
@@ -85,11 +95,12 @@ def play(
         stream: of the engine; closed at the end.
         check: called in the caller's thread.
         turn_seconds: as `EpisodeTask.turn_seconds`.
+        limits: of each episode.
 
     Raises:
         EngineError: of the stream.
     """
-    with closing(stream), closing(_Stage(stream, texts, turn_seconds)) as stage:
+    with closing(stream), closing(_Stage(stream, texts, turn_seconds, limits)) as stage:
         stage.begin(episodes)
         for records in stream:
             for record in records:
@@ -137,6 +148,7 @@ class _Play:
         self._stage, self._episode = stage, episode
         self._family: list[TokenSession] = []
         self._broken: _BrokenAnswerError | None = None
+        self._meter = Meter(stage.limits)
 
     async def run(self) -> PlayedEpisode:
         """Plays it to its end, of whatever kind."""
@@ -148,7 +160,7 @@ class _Play:
         error, failed_reward = None, None
         try:
             async with limit:
-                root = TokenSession(self._episode.request, voice, self._family, self._episode.prefix)
+                root = TokenSession(self._episode.request, voice, self._meter, self._family, self._episode.prefix)
                 named = await self._episode.play(root)
             # Also if the environment has caught the error of its own limit.
             error = _failed(f"no request for {seconds:g} s") if limit.expired() else None
@@ -200,14 +212,15 @@ class _Play:
                 records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
         except ContractError as broken:
             error = error or broken
-        return PlayedEpisode(self._episode.request.lineage.rollout_id, tuple(records), error, failed_reward)
+        name, stopped_by = self._episode.request.lineage.rollout_id, self._meter.stopped_by
+        return PlayedEpisode(name, tuple(records), error, failed_reward, stopped_by)
 
 
 class _Stage:
     """Episodes that are being played, and their event loop."""
 
-    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float) -> None:
-        self.texts, self.turn_seconds = texts, turn_seconds
+    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float, limits: EpisodeLimits) -> None:
+        self.texts, self.turn_seconds, self.limits = texts, turn_seconds, limits
         self.is_closing = False
         self.server = JsonServer()
         self._stream = stream

@@ -19,6 +19,7 @@ from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Lineage, Trajectory
 from moerl.episodes.join import TurnPiece, join
+from moerl.episodes.limits import Meter
 from moerl.errors import EpisodeError, SessionOverError
 
 
@@ -49,6 +50,8 @@ class TokenSession:
     """Request for its first turn; `max_new_tokens` limits all tokens behind the prompt."""
     voice: Voice
     """Way to the engine and the tokenizer."""
+    meter: Meter
+    """Use of the episode's limits, over all its sessions."""
     family: list[TokenSession]
     """All sessions of the episode, oldest first; the first is that of the episode's prompt."""
     prefix: str = ""
@@ -62,6 +65,7 @@ class TokenSession:
     _ids: list[int] = field(default_factory=list[int])
     _num_asked: int = 0
     _is_asking: bool = False
+    _was_limited: bool = False
 
     def __post_init__(self) -> None:
         self._ids = list(self.request.prompt_ids)
@@ -99,16 +103,19 @@ class TokenSession:
 
     @property
     def is_over(self) -> bool:
-        return self.num_left <= 0 or (bool(self.turns) and self.turns[-1].finish_reason is FinishReason.ABORT)
+        if self.num_left <= 0 or (bool(self.turns) and self.turns[-1].finish_reason is FinishReason.ABORT):
+            return True
+        self._was_limited = self.meter.stops()
+        return self._was_limited
 
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         self._require_quiet("sample")
         if self.is_over:
             raise SessionOverError(
                 "episode: a session that is over cannot sample",
-                seen=f"{self.num_left} tokens left" + (", aborted" if self.num_left > 0 else ""),
+                seen=self._why_over,
                 expected="a look at session.is_over first",
-                remedy="end the episode, or raise rollout.max_new_tokens",
+                remedy="end the episode, or raise the limit",
             )
         if max_tokens is not None and max_tokens < 1:
             raise EpisodeError("episode: max_tokens of a turn", seen=max_tokens, expected="at least 1")
@@ -121,6 +128,7 @@ class TokenSession:
             known_rows=max(self._end - 1, 0),
         )
         self._is_asking = True
+        self.meter.begin_turn()
         try:
             with self.voice.waiting():
                 turn = await self.voice.ask(request)
@@ -138,6 +146,7 @@ class TokenSession:
         self.turns.append(TurnPiece.of(turn, self._end, end, reason))
         self.turn_rewards.append(None)
         self._ids += sampled
+        self.meter.add_tokens(len(sampled))
         logprobs = tuple(turn.rollout_logprobs[start:end].tolist())
         return SampledTurn(text, tuple(sampled), reason, end_text, logprobs)
 
@@ -147,6 +156,9 @@ class TokenSession:
         piece = self.turns.pop()
         self.turn_rewards.pop()
         del self._ids[piece.turns[-1].start :]
+
+    def count_calls(self, number: int) -> None:
+        self.meter.add_calls(number)
 
     def credit(self, reward: float, turn: int = -1) -> None:
         if not -1 <= turn < len(self.turns) or not self.turns:
@@ -225,9 +237,15 @@ class TokenSession:
         if values["finish_reason"] is not FinishReason.ABORT:
             # A limit of one turn is the environment's choice; an observation may use up what was left.
             was_cut = values["finish_reason"] is FinishReason.LENGTH or len(self._ids) > self._end
-            is_cut = was_cut and self.num_left <= 0
+            is_cut = (was_cut and self.num_left <= 0) or self._was_limited
             values["finish_reason"] = FinishReason.LENGTH if is_cut else FinishReason.STOP
         return values
+
+    @property
+    def _why_over(self) -> str:
+        if self._was_limited:
+            return f"episode.{self.meter.stopped_by} is reached"
+        return "rollout.max_new_tokens is reached" if self.num_left <= 0 else "sampling was aborted"
 
     @property
     def _end(self) -> int:
@@ -244,7 +262,7 @@ class TokenSession:
         request = replace(
             root, lineage=lineage, prompt_ids=tuple(ids), sampling=sampling, max_new_tokens=max(num_tokens, 0)
         )
-        return TokenSession(request, self.voice, self.family)
+        return TokenSession(request, self.voice, self.meter, self.family)
 
     def _encode(self, text: str) -> list[int]:
         ids = self.voice.encode(text)

@@ -184,7 +184,7 @@ def run_rollout(config: RunConfig) -> int:
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )
-        finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, prefixes={})
+        finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, prefixes={}, with_filtered=False)
         path = config.run_dir / "rollouts" / "rollouts.parquet"
         trajectories = in_request_order(finished, requests)
         if config.scorers:
@@ -194,9 +194,7 @@ def run_rollout(config: RunConfig) -> int:
         texts = [collector.response(t) for t in trajectories]
         with writing(path):
             write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
-        metrics = step_metrics.rollout_metrics(trajectories) | step_metrics.failed_rewards(
-            collector.take_failed_rewards()
-        )
+        metrics = step_metrics.rollout_metrics(trajectories) | collector.take_counts()
         metrics["quarantine/count"] = float(collector.quarantine.num_refused)
         with writing(path.with_suffix(".json")), atomic_file(path.with_suffix(".json")) as file:
             file.write_text(json.dumps(metrics, indent=1) + "\n")
@@ -321,6 +319,7 @@ def _collector(
     options = config.task.template_options
     return Collector(
         *(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options),
+        episode=config.episode,
         scoring=scoring or Scoring({}),
     )
 

@@ -21,9 +21,9 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
-from moerl.orchestration.outcome import RolloutOutcome
+from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.prompt_choice import PromptChoice
-from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.rollouts import Collector, sampling_params
 from moerl.orchestration.selection import check_fills_up, filtered_for, num_episodes, select
 
 NOT_KEPT = "not_kept"
@@ -137,7 +137,7 @@ class GroupSource:
         self.settle()
         with self._state:
             for number, waiting in self._batch.items():
-                self._count_refused(waiting.group)
+                self._count_left_out(waiting.group)
                 num_kept = num_episodes(waiting.kept)
                 self.ledger.leave_out(number, num_episodes(waiting.group.trajectories) - num_kept, NOT_KEPT)
                 self.ledger.train(number, num_kept)
@@ -277,12 +277,7 @@ class GroupSource:
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """Adds a group whose rollouts are all answered to the journal, and finishes it."""
-        trajectories = in_request_order([each for outcome in outcomes for each in outcome.trajectories], requests)
-        refused = dict.fromkeys((r.lineage.rollout_id for r in requests), "no_answer")
-        refused |= {o.rollout_id: o.refusal.reason for o in outcomes if o.refusal is not None}
-        for name in {trajectory.lineage.episode for trajectory in trajectories}:
-            del refused[name]
-        group = FinishedGroup(number, trajectories, refused)
+        group = finished_group(number, requests, outcomes)
         with self._state:
             if not self._is_closed:
                 # Without staleness a batch is trained before the next checkpoint, and `recover` uses only groups that
@@ -313,16 +308,18 @@ class GroupSource:
 
     def _leave_out(self, group: FinishedGroup, reason: str) -> None:
         """Frees the slot of a group that is not trained. reason: that of the ledger; empty if all rollouts of the group
-        were refused."""
+        were refused or left out one by one."""
         self._queue.filter(group.number)
-        self._count_refused(group)
+        self._count_left_out(group)
         if reason:
             self.ledger.filter(group.number, reason)
         self._flow.leave_out(sum(trajectory.num_sampled for trajectory in group.trajectories))
 
-    def _count_refused(self, group: FinishedGroup) -> None:
+    def _count_left_out(self, group: FinishedGroup) -> None:
         for why in group.refused.values():
             self.ledger.quarantine(group.number, why)
+        for why in group.filtered.values():
+            self.ledger.leave_out(group.number, 1, why)
 
     def _requests(self, number: int) -> list[RolloutRequest]:
         config = self._config

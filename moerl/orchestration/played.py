@@ -6,14 +6,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from moerl.config.episodes import EpisodeConfig
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, StreamingEngine
 from moerl.contract.quarantine import Quarantine
+from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
+from moerl.episodes.limits import EpisodeLimits
 from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
-from moerl.errors import closing
+from moerl.errors import ContractError, closing
 from moerl.orchestration.outcome import RolloutOutcome
+from moerl.telemetry.metrics import failed_reward_metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,10 @@ class EpisodeGate:
     """Columns of the engine's expert ids that are the model's MoE layers."""
     texts: Texts
     """Tokenizer of the model."""
-    count_failed_reward: Callable[[str], None]
-    """Callback with the name of a reward that failed."""
+    rules: EpisodeConfig
+    """Limits, and what becomes of episodes that reach one or fail."""
+    count: Callable[[str], None]
+    """Callback with the name of a metric that counts failures."""
 
     def outcomes(
         self,
@@ -50,26 +56,52 @@ class EpisodeGate:
             for request in requests
             for prompt_id in (request.lineage.prompt_id,)
         ]
-        stream = self.engine.stream()
+        stream, rules = self.engine.stream(), self.rules
+        limits = EpisodeLimits(rules.max_turns, rules.max_tokens, rules.max_calls, rules.max_seconds)
 
         def check(answer: RolloutRecord) -> Trajectory:
             if answer.refusal is not None:
                 raise answer.refusal
             return self.quarantine.read(self.layers.of(answer), trainer_version=version())
 
-        with closing(play(episodes, stream, check, self.texts, turn_seconds=task.turn_seconds)) as played:
+        seconds = task.turn_seconds
+        with closing(play(episodes, stream, check, self.texts, turn_seconds=seconds, limits=limits)) as played:
             for episode in played:
                 yield self._admitted(episode, version())
 
     def _admitted(self, episode: PlayedEpisode, version: int) -> RolloutOutcome:
-        name, records = episode.rollout_id, episode.records
+        name, records, error = episode.rollout_id, episode.records, episode.error
         if episode.failed_reward is not None:
-            self.count_failed_reward(episode.failed_reward)
-        if episode.error is not None:
-            self.quarantine.refuse_episode(name, records, episode.error, trainer_version=version)
+            self.count(failed_reward_metric(episode.failed_reward))
+        has_failed = error is not None and error.reason is Reason.EPISODE_FAILED
+        filtered = ""
+        if episode.stopped_by and (error is None or has_failed):
+            self.count("episode/limited")
+            if self.rules.when_limited == "refuse":
+                error = _limited(episode.stopped_by, getattr(self.rules, episode.stopped_by))
+            elif self.rules.when_limited == "filter":
+                filtered = str(Reason.EPISODE_LIMITED)
+        if has_failed:
+            self.count("episode/failed")
+            if not filtered and self.rules.when_failed == "filter":
+                filtered = str(Reason.EPISODE_FAILED)
+            if filtered:
+                return RolloutOutcome(name, filtered=filtered)
+        if error is not None:
+            self.quarantine.refuse_episode(name, records, error, trainer_version=version)
             trajectories = None
         else:
             trajectories = self.quarantine.admit_episode(name, records, trainer_version=version)
         if trajectories is None:
             return RolloutOutcome(name, refusal=self.quarantine.refusal_of(name))
-        return RolloutOutcome(name, tuple(trajectories))
+        return RolloutOutcome(name, tuple(trajectories), filtered=filtered)
+
+
+def _limited(limit: str, value: float) -> ContractError:
+    return ContractError(
+        Reason.EPISODE_LIMITED,
+        field="episode",
+        seen=f"another turn after episode.{limit} was reached",
+        expected=f"an end within {value:g}",
+        remedy=f"raise episode.{limit}, or set episode.when_limited=train or filter",
+    )

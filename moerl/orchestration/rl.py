@@ -195,7 +195,7 @@ class RLStage:
         }
         if self.live is not None:
             metrics["weights/version"] = float(self._published_version)
-            metrics |= step_metrics.failed_rewards(self.live.collector.take_failed_rewards())
+            metrics |= self.live.collector.take_counts()
         return metrics
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> step_metrics.StepTotals:

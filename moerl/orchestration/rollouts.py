@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
@@ -27,6 +28,7 @@ from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.played import EpisodeGate
 from moerl.orchestration.scoring import Scoring
 from moerl.orchestration.tokenizer import encode_checked
+from moerl.telemetry.metrics import failed_reward_metric
 
 
 def _unwatched(done: int, total: int, tokens: int) -> None: ...
@@ -79,11 +81,13 @@ class Collector:
     """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
     chat_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables of the chat template, for conversations in episodes."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """Limits of episodes, and what becomes of those that reach one or fail."""
     scoring: Scoring = field(default_factory=lambda: Scoring({}))
     """Scorers of the rollouts that are trained; whoever trains them passes `outcomes` through."""
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
-    _failed_rewards: Counter[str] = field(default_factory=Counter[str])
+    _counts: Counter[str] = field(default_factory=Counter[str])
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def requests(
@@ -122,11 +126,13 @@ class Collector:
         *,
         trainer_version: int,
         prefixes: Mapping[str, str],
+        with_filtered: bool = True,
     ) -> list[Trajectory]:
         """Returns admitted trajectories with their rewards, in the order of the answers.
 
         Args:
             purpose: name of the responses in errors and messages.
+            with_filtered: keep also what the configuration leaves out of training, as evaluations do.
 
         Raises:
             MoerlError: no answer was admitted, or too many were refused.
@@ -136,8 +142,9 @@ class Collector:
         self.watch(0, len(requests), 0)
         with closing(self.outcomes(prompts, requests, lambda: trainer_version, prefixes)) as outcomes:
             for outcome in outcomes:
-                if outcome.refusal is not None:
-                    num_refused, first = num_refused + 1, first or outcome.refusal.text
+                if not outcome.trajectories or (outcome.filtered and not with_filtered):
+                    text = outcome.filtered if outcome.refusal is None else outcome.refusal.text
+                    num_refused, first = num_refused + 1, first or text
                 else:
                     num_admitted += 1
                     admitted += outcome.trajectories
@@ -189,7 +196,7 @@ class Collector:
         if isinstance(self.task, EpisodeTask):
             with closing(ChatWriter(self.tokenizer, self.chat_options)) as writer:
                 texts = Texts(self._encode, self._decode, writer.write)
-                gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts, self._count_failed_reward)
+                gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts, self.episode, self._count)
                 yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
         else:
             yield from self._responses(by_id, requests, version, prefixes)
@@ -246,7 +253,7 @@ class Collector:
         try:
             trajectory = pending.trajectory.with_rewards(pending.rewards.result())
         except RewardError as error:
-            self._count_failed_reward(error.reward)
+            self._count(failed_reward_metric(error.reward))
             why = ": ".join(filter(None, (error.what, error.seen)))
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
             self.quarantine.withdraw(pending.record, failed, trainer_version=version)
@@ -256,15 +263,15 @@ class Collector:
             return self._refused(pending.record)
         return RolloutOutcome(pending.record.rollout_id, (trajectory,))
 
-    def _count_failed_reward(self, name: str) -> None:
+    def _count(self, metric: str) -> None:
         with self._counting:
-            self._failed_rewards[name] += 1
+            self._counts[metric] += 1
 
-    def take_failed_rewards(self) -> dict[str, int]:
-        """Returns, by name of the reward, the number of responses that it failed on since the last call."""
+    def take_counts(self) -> dict[str, float]:
+        """Returns, by metric, how often rewards failed, and episodes failed or reached a limit, since the last call."""
         with self._counting:
-            found = dict(self._failed_rewards)
-            self._failed_rewards.clear()
+            found = {metric: float(count) for metric, count in self._counts.items()}
+            self._counts.clear()
         return found
 
     def prompt(self, trajectory: Trajectory) -> str:

@@ -18,7 +18,7 @@ from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_samp
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.devices import peak_flops
-from moerl.telemetry.metrics import failed_reward_metric, is_reward_name, named_reward_metric, score_metrics
+from moerl.telemetry.metrics import is_reward_name, named_reward_metric, score_metrics
 
 MAX_RATIO_SAMPLES = 1_000_000
 
@@ -256,8 +256,3 @@ def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, fl
 def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
     """Compares as `agreement_metrics` does, per MoE layer."""
     return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}
-
-
-def failed_rewards(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns the metrics of named rewards that failed. counts: failures by name."""
-    return {failed_reward_metric(name): float(count) for name, count in counts.items()}

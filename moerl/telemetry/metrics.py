@@ -167,6 +167,8 @@ _ALL = (
     Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
+    Metric("episode/limited", "episode", "episodes that a limit kept from another turn, since the last step"),
+    Metric("episode/failed", "episode", "episodes whose environment failed, since the last step"),
     Metric("alerts/active", "alert", "alerts that are active at the step: coverage, quarantine, gap, far tokens"),
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
     Metric("curriculum/passed", "prompt", "prompts passed over by `rl.skip_above` and its like since the run began"),

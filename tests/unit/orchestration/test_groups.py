@@ -314,6 +314,48 @@ def test_of_a_group_that_is_larger_than_asked_for_some_are_trained_and_ages_are_
     assert (groups.ledger.issued, groups.ledger.trained, dict(groups.ledger.filtered)) == (24, 12, {"not_kept": 12})
 
 
+def limited(rollout_id: str, version: int) -> Trajectory | str | None:
+    """One rollout of each group is refused and one is left out; of the groups of p1 all are left out."""
+    _, prompt, number = rollout_id.split("/")
+    if prompt == "p1" or number == "2":
+        return "episode_limited"
+    return None if number == "3" else answer(rollout_id, version)
+
+
+def test_rollouts_that_are_left_out_are_filtered_in_the_ledger_and_not_trained() -> None:
+    groups, collector = source(limited)
+    for _ in range(4):  # each prompt once, and another group in the place of those of p1
+        batch = groups.batch()
+        assert [t.lineage.rollout_id.rpartition("/")[2] for t in batch] == ["0", "1"] * 3
+        assert all("/p1/" not in t.lineage.rollout_id for t in batch)
+        trained(groups)
+    num_groups = groups.ledger.issued // 4
+    ones = sum("/p1/" in name for names in collector.asked for name in names) // 4
+    assert ones
+    assert dict(groups.ledger.filtered) == {"episode_limited": 4 * ones + num_groups - ones}
+    assert groups.ledger.quarantined.total() == groups.ledger.issued - groups.ledger.trained - (
+        groups.ledger.filtered.total() + groups.ledger.pending
+    )
+
+
+def test_groups_of_the_journal_keep_what_was_left_out() -> None:
+    first, _ = source(limited, *BESIDE)
+    first.batch()
+    trained(first)
+    first.committed(1, snapshot := first.snapshot())
+    first.batch()
+    second, collector = source(limited, *BESIDE)
+    second.restore(json.loads(json.dumps(snapshot)), 1)
+    second.recover()
+    second.batch()
+    trained(second)
+    taken = [said for said in collector.said if "taken from the journal" in said]
+    assert taken
+    assert not taken[0].endswith(": 0")
+    second.ledger.check()
+    assert second.ledger.filtered["episode_limited"] > first.ledger.filtered["episode_limited"] / 2
+
+
 def solved(rollout_id: str, version: int) -> Trajectory:
     """The first three prompts are always solved, the others half of the time."""
     prompt, number = rollout_id.split("/")[-2:]

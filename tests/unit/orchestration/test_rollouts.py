@@ -97,8 +97,8 @@ def test_a_reward_that_fails_quarantines_its_sample_and_the_others_go_on(tmp_pat
     found, _ = collect(here, 4)
     assert [trajectory.rewards["reward"] for trajectory in found] == [1.0, 3.0, 4.0]
     assert here.quarantine.counts == {"reward_failed": 1}
-    assert here.take_failed_rewards() == {"": 1}
-    assert here.take_failed_rewards() == {}
+    assert here.take_counts() == {"reward/function/failed": 1.0}
+    assert here.take_counts() == {}
 
 
 def test_a_few_rewards_that_fail_are_told_with_the_first_cause(tmp_path: Path):

@@ -1,0 +1,59 @@
+"""Limits of an episode, and what it has used of them. Belongs to the event loop of the episodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Limits of all sessions of an episode together; None = none. Once one is reached, no other turn begins; turns
+    under way are finished."""
+
+    max_turns: int | None = None
+    """Turns that the policy samples."""
+    max_tokens: int | None = None
+    """Tokens that it samples."""
+    max_calls: int | None = None
+    """Calls of tools."""
+    max_seconds: float | None = None
+    """Seconds from the start of the episode on."""
+
+
+class Meter:
+    """Count of what an episode has used.
+
+    Args:
+        clock: returns seconds.
+
+    Attributes:
+        stopped_by: the limit that kept a turn from beginning, by its name; empty if none did.
+    """
+
+    def __init__(self, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock, self._start = limits, clock, clock()
+        self._turns = self._tokens = self._calls = 0
+        self.stopped_by = ""
+
+    def begin_turn(self) -> None:
+        """Counts a turn, whether or not it is answered."""
+        self._turns += 1
+
+    def add_tokens(self, number: int) -> None:
+        """Counts sampled tokens."""
+        self._tokens += number
+
+    def add_calls(self, number: int) -> None:
+        """Counts calls of tools."""
+        self._calls += number
+
+    def stops(self) -> bool:
+        """Returns whether no other turn may begin, and notes the limit that is reached."""
+        used = (self._turns, self._tokens, self._calls, self._clock() - self._start)
+        for each, number in zip(fields(self._limits), used, strict=True):
+            limit: float | None = getattr(self._limits, each.name)
+            if limit is not None and number >= limit:
+                self.stopped_by = self.stopped_by or each.name
+        return bool(self.stopped_by)
