@@ -61,7 +61,7 @@ class FakeCollector:
         ]
 
     def outcomes(
-        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
+        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], *_: object
     ) -> Generator[RolloutOutcome]:
         ids = [request.lineage.rollout_id for request in requests]
         self.asked.append(ids)

@@ -1,4 +1,5 @@
-"""Finished groups on disk until a checkpoint holds their outcome: a crash loses groups in sampling, but not these.
+"""Finished groups on disk until a checkpoint holds their outcome: a crash loses groups in sampling, but not these; nor
+turns of episodes that can be played again.
 
 Append-only segments, one for each time between two checkpoints. A record is a prefix with the lengths, a header
 (MessagePack) and a frame of trajectories, each with a checksum. A full disk or a crash tears the last record of a
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from moerl.buffer.turns import KeptTurn
 from moerl.contract.files import cut_back, reading, write_all, writing
 from moerl.contract.frame import is_whole
 from moerl.contract.trajectory import ModelSpec, Trajectory
@@ -33,10 +35,17 @@ _PREFIX_BYTES = _PREFIX.size + _CRC.size
 _MAGIC = b"GRUP"
 
 
+class _TurnHeader(msgspec.Struct, forbid_unknown_fields=True):
+    prompt_checksum: int
+    num_known: int
+
+
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     number: int
     refused: dict[str, str]
     filtered: dict[str, str] = {}
+    turn: _TurnHeader | None = None
+    """Set if the record is a turn of an episode that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class Journal:
 
     Attributes:
         torn_bytes: bytes of unfinished records that the latest `read` left out.
+        turns: turns that the latest `read` found of groups that have not ended, in the order in which they were kept.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -85,6 +95,7 @@ class Journal:
         self._step = 0
         self._numbers: dict[Path, set[int]] = {}
         self.torn_bytes = 0
+        self.turns: list[KeptTurn] = []
 
     def begin(self, step: int) -> None:
         """Begins the segment of this step: later records go there."""
@@ -97,9 +108,17 @@ class Journal:
         Raises:
             MoerlError: the file system refused, or the segment is damaged.
         """
-        path = self._path
-        header = msgspec.msgpack.encode(_Header(group.number, dict(group.refused), dict(group.filtered)))
-        frame = encode_trajectories(group.trajectories)
+        header = _Header(group.number, dict(group.refused), dict(group.filtered))
+        self._append(header, group.trajectories)
+
+    def append_turn(self, turn: KeptTurn) -> None:
+        """Hands a turn to the operating system, as `append` does."""
+        told = _TurnHeader(turn.prompt_checksum, turn.num_known)
+        self._append(_Header(turn.number, {}, {}, told), [turn.tokens])
+
+    def _append(self, told: _Header, trajectories: Sequence[Trajectory]) -> None:
+        path, header = self._path, msgspec.msgpack.encode(told)
+        frame = encode_trajectories(trajectories)
         prefix = _PREFIX.pack(_MAGIC, zlib.crc32(header), len(header), len(frame))
         with writing(path):
             if self._file is None:
@@ -111,26 +130,31 @@ class Journal:
                 with contextlib.suppress(MoerlError):  # the first error tells more
                     self.close()
                 raise
-        self._numbers.setdefault(path, set()).add(group.number)
+        self._numbers.setdefault(path, set()).add(told.number)
 
     def read(self) -> dict[int, FinishedGroup]:
-        """Returns all groups that are there, by number; the latest record of a group that is there twice.
+        """Returns all groups that are there, by number; the latest record of a group that is there twice. Turns
+        that are there, of other groups, are in `turns`.
 
         Raises:
             MoerlError: a segment is damaged or cannot be read.
         """
         found: dict[int, FinishedGroup] = {}
-        self.torn_bytes = 0
+        self.torn_bytes, self.turns = 0, []
         for path in sorted(self._folder.glob("*.journal")):
             with reading(path), open_regular(path) as file:
                 data = file.read()
             num_whole = 0
             for record in _records(path, data):
-                group = self._group(path, record)
-                found[group.number] = group
-                self._numbers.setdefault(path, set()).add(group.number)
+                kept = self._kept(path, record)
+                if isinstance(kept, FinishedGroup):
+                    found[kept.number] = kept
+                else:
+                    self.turns.append(kept)
+                self._numbers.setdefault(path, set()).add(kept.number)
                 num_whole += record.end - record.start
             self.torn_bytes += len(data) - num_whole
+        self.turns = [turn for turn in self.turns if turn.number not in found]
         return found
 
     def forget(self, needed: Collection[int], first_new: int) -> None:
@@ -178,12 +202,15 @@ class Journal:
             cut_back(file, len(data), end)
         return file
 
-    def _group(self, path: Path, record: _Record) -> FinishedGroup:
+    def _kept(self, path: Path, record: _Record) -> FinishedGroup | KeptTurn:
         try:
             told = msgspec.msgpack.decode(record.header, type=_Header)
             trajectories = decode_trajectories(record.frame, spec=self._spec)
         except (msgspec.MsgspecError, ContractError) as error:
             raise _damaged(path, f"the record at byte {record.start}: {error}") from error
+        if told.turn is not None:
+            (tokens,) = trajectories
+            return KeptTurn(told.number, told.turn.prompt_checksum, told.turn.num_known, tokens)
         return FinishedGroup(told.number, trajectories, told.refused, told.filtered)
 
 

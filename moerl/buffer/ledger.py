@@ -25,6 +25,7 @@ class Ledger:
     Attributes:
         issued: rollouts asked for so far. trained: those of them that were in a step.
         filtered, quarantined: rollouts by reason.
+        again: rollouts that a run that goes on asked for again: `resumed` with turns that it had, or `anew`.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -32,6 +33,7 @@ class Ledger:
         self.trained = 0
         self.filtered: Counter[str] = Counter()
         self.quarantined: Counter[str] = Counter()
+        self.again: Counter[str] = Counter()
         self._pending: dict[int, int] = {}
         # Groups below the frontier have ended or are pending; from it on nothing was issued.
         self._frontier = first
@@ -56,6 +58,10 @@ class Ledger:
         self._frontier += 1
         self.issued += count
         self._pending[number] = count
+
+    def ask_again(self, resumed: int, anew: int) -> None:
+        """Counts rollouts of a group that were asked for before: with turns that they had, and without."""
+        self.again.update({name: count for name, count in (("resumed", resumed), ("anew", anew)) if count})
 
     def quarantine(self, number: int, reason: str) -> None:
         """Counts one rollout of a group as refused."""
@@ -112,6 +118,7 @@ class Ledger:
             "trained": self.trained,
             "filtered": dict(self.filtered),
             "quarantined": dict(self.quarantined),
+            "again": dict(self.again),
             "pending": [[number, count] for number, count in self._pending.items()],
             "frontier": self._frontier,
         }
@@ -126,6 +133,7 @@ class Ledger:
         ledger = cls()
         ledger.issued, ledger.trained = snapshot["issued"], snapshot["trained"]
         ledger.filtered, ledger.quarantined = Counter(snapshot["filtered"]), Counter(snapshot["quarantined"])
+        ledger.again = Counter(snapshot.get("again", {}))
         ledger._pending = dict(snapshot["pending"])
         ledger._frontier = snapshot["frontier"]
         ledger.check()

@@ -163,6 +163,10 @@ class Session(Protocol):
 class EpisodeTask(Task, Protocol):
     """A task whose prompts are played with an environment."""
 
+    repeatable: bool = False
+    """True if the environment does the same again for the same answers. Turns of episodes that have not ended then
+    survive the process of the run: a run that goes on plays such an episode from its start with the answers that it
+    had."""
     turn_seconds: float = 60.0
     """Seconds that the environment may take between two requests of an episode, and from the last one to its end."""
 

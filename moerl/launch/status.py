@@ -73,6 +73,7 @@ def _print_ledger(told: Mapping[str, Any], seconds: float) -> None:
         ("filtered", ledger.filtered.total(), ledger.filtered),
         ("quarantined", ledger.quarantined.total(), ledger.quarantined),
         ("pending", ledger.pending, {}),
+        *([("asked again", ledger.again.total(), ledger.again)] if ledger.again else []),
     ):
         why = ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items()))
         print(f"  {name:<13}{count}{f' ({why})' if why else ''}")

@@ -17,13 +17,14 @@ from moerl.buffer.journal import FinishedGroup, Journal
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
+from moerl.buffer.turns import KeptTurn, KeptTurns
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.prompt_choice import PromptChoice
-from moerl.orchestration.rollouts import Collector, sampling_params
+from moerl.orchestration.rollouts import Collector, group_requests, unwatched
 from moerl.orchestration.selection import check_fills_up, filtered_for, num_episodes, select
 
 NOT_KEPT = "not_kept"
@@ -68,6 +69,7 @@ class GroupSource:
         self._is_closed = self._is_batch_wanted = False
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
+        self._turns = KeptTurns()
         self._lengths, self._flow = Lengths(), Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
@@ -196,7 +198,8 @@ class GroupSource:
         Returns:
             True if the journal had some of the groups.
         """
-        numbers, self._again = self._again, list[int]()
+        again, self._again = self._again, list[int]()
+        numbers = [*again]
         while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
@@ -211,6 +214,9 @@ class GroupSource:
             self._collector.quarantine.count_again(len(group.trajectories), group.refused.values())
             self._finish(group)
             numbers.remove(number)
+        for number in numbers:
+            resumed = self._turns.num_episodes(number)
+            self.ledger.ask_again(resumed, self.ledger.pending_of(number) - resumed if number in again else 0)
         if numbers and self.overlaps:
             name = f"groups-{numbers[0]}"
             threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
@@ -243,13 +249,15 @@ class GroupSource:
     def _collect(self, numbers: Sequence[int]) -> None:
         """Collects groups; each can be trained as soon as all of its rollouts are there."""
         collector, version = self._collector, self.version
+        watch = unwatched if self.overlaps else collector.watch
         requests = {number: self._requests(number) for number in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
         found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
         num_tokens, num_refused, first = 0, 0, ""
         asked = [request for group in requests.values() for request in group]
-        self._watch(0, len(asked), 0)
-        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, {})
+        watch(0, len(asked), 0)
+        turns = self._turns.memory({requests[n][0].lineage.group_id: n for n in numbers}, self._keep_turn)
+        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, {}, turns)
         with closing(collector.scoring.outcomes(answers)) as outcomes:
             for outcome in outcomes:
                 if self._is_closed:
@@ -261,7 +269,7 @@ class GroupSource:
                 if number is None:
                     continue
                 found[number].append(outcome)
-                self._watch(len(asked) - len(number_of), len(asked), num_tokens)
+                watch(len(asked) - len(number_of), len(asked), num_tokens)
                 if len(found[number]) == len(requests[number]):
                     self._take(number, requests.pop(number), found.pop(number))
         for number, group in requests.items():
@@ -271,9 +279,10 @@ class GroupSource:
         at_most = len(asked) if len(numbers) >= self.limits.groups_per_step else len(asked) + 1
         collector.tell_refused(f"step {version + 1}", num_refused, at_most, first)
 
-    def _watch(self, done: int, total: int, tokens: int) -> None:
-        if not self.overlaps:
-            self._collector.watch(done, total, tokens)
+    def _keep_turn(self, turn: KeptTurn) -> None:
+        with self._state:
+            if not self._is_closed and (self.overlaps or turn.newest_version <= self._saved_version):
+                self._journal.append_turn(turn)
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """Adds a group whose rollouts are all answered to the journal, and finishes it."""
@@ -322,14 +331,7 @@ class GroupSource:
             self.ledger.leave_out(group.number, 1, why)
 
     def _requests(self, number: int) -> list[RolloutRequest]:
-        config = self._config
-        return self._collector.requests(
-            [self._prompt(number)],
-            run=f"{self._stage}-{number // config.rl.prompts_per_step:06d}",
-            count=config.rl.group_size,
-            sampling=sampling_params(config.rollout, config.seed),
-            prefixes={},
-        )
+        return group_requests(self._collector, self._config, self._prompt(number), self._stage, number)
 
     def _prompt(self, number: int) -> Prompt:
         if self._curriculum:
@@ -390,6 +392,7 @@ class GroupSource:
             num_lost = len(wanted) - len(self._recovered)
             lost = f"; {num_lost} were sampled by weights of lost steps, and are sampled again" if num_lost else ""
             self._collector.say(f"finished groups that are taken from the journal: {len(self._recovered)}{lost}")
+        self._turns = KeptTurns(self._journal.turns, step)
         self._journal.begin(step)
 
 

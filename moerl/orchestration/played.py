@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from moerl.buffer.turns import TurnMemory
 from moerl.config.episodes import EpisodeConfig
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
@@ -15,6 +16,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.limits import EpisodeLimits
 from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.remembering import RememberingStream
 from moerl.errors import ContractError, closing
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.telemetry.metrics import failed_reward_metric
@@ -44,11 +46,12 @@ class EpisodeGate:
         requests: Sequence[RolloutRequest],
         version: Callable[[], int],
         prefixes: Mapping[str, str],
+        turns: TurnMemory | None = None,
     ) -> Generator[RolloutOutcome]:
         """Yields the outcome of one episode per request, in the order in which they end.
 
         Args:
-            prompts: by id. version, prefixes: as in `Collector.outcomes`.
+            prompts: by id. version, prefixes, turns: as in `Collector.outcomes`.
         """
         assert isinstance(self.engine, StreamingEngine)
         episodes = [
@@ -56,15 +59,21 @@ class EpisodeGate:
             for request in requests
             for prompt_id in (request.lineage.prompt_id,)
         ]
-        stream, rules = self.engine.stream(), self.rules
+        rules, stream = self.rules, self.engine.stream()
+        remembering = None if turns is None or not task.repeatable else RememberingStream(stream, turns)
         limits = EpisodeLimits(rules.max_turns, rules.max_tokens, rules.max_calls, rules.max_seconds)
 
         def check(answer: RolloutRecord) -> Trajectory:
             if answer.refusal is not None:
                 raise answer.refusal
-            return self.quarantine.read(self.layers.of(answer), trainer_version=version())
+            if remembering is not None and remembering.is_known(answer):
+                return self.quarantine.read(answer, trainer_version=version())
+            turn = self.quarantine.read(self.layers.of(answer), trainer_version=version())
+            if remembering is not None:
+                remembering.keep(turn)
+            return turn
 
-        seconds = task.turn_seconds
+        seconds, stream = task.turn_seconds, remembering or stream
         with closing(play(episodes, stream, check, self.texts, turn_seconds=seconds, limits=limits)) as played:
             for episode in played:
                 yield self._admitted(episode, version())

@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from moerl.buffer.turns import TurnMemory
 from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
@@ -31,7 +33,8 @@ from moerl.orchestration.tokenizer import encode_checked
 from moerl.telemetry.metrics import failed_reward_metric
 
 
-def _unwatched(done: int, total: int, tokens: int) -> None: ...
+def unwatched(done: int, total: int, tokens: int) -> None:
+    """Takes the place of `Collector.watch` if nobody watches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +78,7 @@ class Collector:
     """Ids that end a response (`moerl.orchestration.ends`)."""
     say: Callable[[str], None]
     """Callback with a line for people about refused answers."""
-    watch: Callable[[int, int, int], None] = _unwatched
+    watch: Callable[[int, int, int], None] = unwatched
     """Callback at the start and after each outcome: numbers of outcomes, of requests, and of sampled tokens."""
     evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
     """Plan by which `moerl.orchestration.evaluation` samples and keeps tables."""
@@ -176,6 +179,7 @@ class Collector:
         requests: Sequence[RolloutRequest],
         version: Callable[[], int],
         prefixes: Mapping[str, str],
+        turns: TurnMemory | None = None,
     ) -> Generator[RolloutOutcome]:
         """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers;
         of episodes in the order in which they end.
@@ -186,6 +190,7 @@ class Collector:
 
         Args:
             version: returns the trainer's version; called for each answer and each reward.
+            turns: turns of episodes that are known, and the keeper of others; None = none are known or kept.
 
         Raises:
             MoerlError: too many answers were refused.
@@ -197,7 +202,7 @@ class Collector:
             with closing(ChatWriter(self.tokenizer, self.chat_options)) as writer:
                 texts = Texts(self._encode, self._decode, writer.write)
                 gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts, self.episode, self._count)
-                yield from gate.outcomes(self.task, by_id, requests, version, prefixes)
+                yield from gate.outcomes(self.task, by_id, requests, version, prefixes, turns)
         else:
             yield from self._responses(by_id, requests, version, prefixes)
         self.quarantine.forget(ids)
@@ -297,6 +302,19 @@ class Collector:
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:
     """Returns the sampling distribution of training rollouts."""
     return SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p, seed)
+
+
+def group_requests(
+    collector: Collector, config: RunConfig, prompt: Prompt, stage: str, number: int
+) -> list[RolloutRequest]:
+    """Returns the requests of a group by its number, in the order of dispatch. stage: first part of rollout ids."""
+    return collector.requests(
+        [prompt],
+        run=f"{stage}-{number // config.rl.prompts_per_step:06d}",
+        count=config.rl.group_size,
+        sampling=sampling_params(config.rollout, config.seed),
+        prefixes={},
+    )
 
 
 GREEDY = SamplingParams(temperature=0.0)

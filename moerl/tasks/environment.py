@@ -29,6 +29,11 @@ class EnvironmentTaskConfig(RowsSection):
     turn_seconds: Positive = Field(
         description="Longest time that the environment may take between two requests of an episode."
     )
+    repeatable: bool = Field(
+        default=False,
+        description="The environment does the same again for the same answers, so that a run that goes on need not"
+        " sample finished turns of unfinished episodes again.",
+    )
 
     @property
     def own_functions(self) -> tuple[str, ...]:
@@ -47,7 +52,7 @@ class EnvironmentTask(ProblemRows, EpisodeTask):
 
     def __init__(self, config: EnvironmentTaskConfig) -> None:
         super().__init__(config.data_sets, config.cut, response_keys=config.response_keys)
-        self.turn_seconds, self._options = config.turn_seconds, config.options
+        self.turn_seconds, self.repeatable, self._options = config.turn_seconds, config.repeatable, config.options
         self._play = load_function("task.play", config.play)
         if not inspect.iscoroutinefunction(self._play):
             raise ConfigError(

@@ -61,6 +61,7 @@ class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
     """Ranges with a number in each; all problems that there are, in a fixed order, cut into three splits."""
 
     open_vocabulary = False
+    repeatable = True
 
     def __init__(self, config: GuessTaskConfig) -> None:
         self.config = config
