@@ -41,7 +41,9 @@ class _Reader:
         return value
 
     def error(self) -> ValueError:
-        return ValueError(f"a whole number was expected at {self.token!r}" if self.token else "the expression ends early")
+        return ValueError(
+            f"a whole number was expected at {self.token!r}" if self.token else "the expression ends early"
+        )
 
     def _product(self) -> int:
         value = self._factor()
@@ -57,9 +59,8 @@ class _Reader:
         if self.token == "(":
             self._next()
             value = self.sum()
-            if self.token != ")":
+            if self._next() != ")":
                 raise ValueError("a parenthesis is not closed")
-            self._next()
             return value
         if not self.token.isdigit():
             raise self.error()

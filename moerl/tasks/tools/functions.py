@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, validate_call
 from pydantic.json_schema import GenerateJsonSchema
@@ -31,7 +31,7 @@ class FunctionTool:
             if not by_name or parameter.annotation is parameter.empty:
                 raise _unusable(name, str(parameter))
         try:
-            parameters = TypeAdapter(function).json_schema(schema_generator=_Untitled)
+            parameters = TypeAdapter[Any](cast("Any", function)).json_schema(schema_generator=_Untitled)
             self._function = validate_call(function)
         except (PydanticUserError, PydanticSchemaGenerationError, NameError) as error:
             raise _unusable(name, str(error).splitlines()[0]) from error

@@ -11,19 +11,16 @@ and a call above the limit get a text as their result. Runs in the event loop of
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
-
-from jsonschema.exceptions import best_match
 
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import Message, SampledTurn, Session
 from moerl.contract.ports import Chat, Prompt
 from moerl.contract.tool_calls import ToolCall, ToolFormat
 from moerl.errors import ConfigError, EpisodeError, MoerlError
-from moerl.tasks.rewards.schemas import validator
+from moerl.tasks.rewards.schemas import mistake, validator
 
 MAX_RESULT_CHARACTERS = 20_000
 """Most characters of a result that the policy reads; of a longer one it reads both ends."""
@@ -41,8 +38,8 @@ class Tool(Protocol):
 
     @property
     def schema(self) -> Message:
-        """Schema as requests of OpenAI's API have it: `type` is `function`, and `function` has `name`, `description` and
-        `parameters`, a JSON schema of an object."""
+        """Schema as requests of OpenAI's API have it: `type` is `function`, and `function` has `name`, `description`
+        and `parameters`, a JSON schema of an object."""
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
@@ -94,9 +91,7 @@ async def conversation_with(prompt: Prompt, session: Session, tools: Sequence[To
     return await Conversation.opened(session, Chat(prompt.chat.messages, schemas))
 
 
-async def answer_with_tools(
-    chat: Conversation, tools: Sequence[Tool], *, max_calls: int, max_turns: int
-) -> ToolAnswer:
+async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_calls: int, max_turns: int) -> ToolAnswer:
     """Has the policy answer, and call tools, until an answer has no call.
 
     Args:
@@ -167,9 +162,9 @@ class _ToolBox:
         if tool is None:
             return self._failed(f"there is no tool {call.name[:80]!r}, but {', '.join(self._tools)}")
         try:
-            wrong = best_match(self._validators[call.name].iter_errors(call.arguments))
+            wrong = mistake(self._validators[call.name], call.arguments)
             if wrong is not None:
-                return self._failed(f"arguments{wrong.json_path[1:]}: {wrong.message}"[:_MAX_ERROR_CHARACTERS])
+                return self._failed(f"arguments{wrong}"[:_MAX_ERROR_CHARACTERS])
             return _cut(await tool.call(call.arguments))
         except MoerlError:
             raise

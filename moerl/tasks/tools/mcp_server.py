@@ -55,8 +55,9 @@ async def mcp_tools(
         ConfigError: the package `mcp` is missing, or there is no such program.
         EpisodeError: the server does not answer as MCP says. Its last words are in the error.
     """
-    mcp = _library("mcp")
-    variables = _library("mcp.client.stdio").get_default_environment() | dict(environment or {})
+    # The first import takes seconds, which other episodes would wait for.
+    mcp, stdio = await in_thread(lambda: (_library("mcp"), _library("mcp.client.stdio")))
+    variables = stdio.get_default_environment() | dict(environment or {})
     server = _Server(_program(command, variables), variables, folder, memory_bytes)
     client = mcp.Client(server)
     try:
@@ -162,7 +163,7 @@ class _Server:
         )
 
     def _start(self, streams: socket.socket) -> None:
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_end`
         with undoing(self._stderr.close):
             self._status, status = os.pipe()
             os.set_blocking(self._status, False)

@@ -14,8 +14,8 @@ from moerl.tasks.tools.loop import ToolCallError
 
 
 class PythonTool:
-    """Runs Python as `kind: code` does ([docs](docs/tasks.md#programs-in-a-sandbox)): each program in an empty folder of its
-    own, which is removed. The policy reads the standard output, and behind it how a program failed.
+    """Runs Python as `kind: code` does ([docs](docs/tasks.md#programs-in-a-sandbox)): each program in an empty folder of
+    its own, which is removed. The policy reads the standard output, and behind it how a program failed.
 
     Programs run side by side in as many processes as there are cores; further ones wait. A call that an episode gives
     up ends at its time limit.
@@ -33,7 +33,12 @@ class PythonTool:
     def schema(self) -> Message:
         """Schema with one parameter, `code`."""
         code = {"type": "string", "description": "The program."}
-        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"], "additionalProperties": False}
+        parameters = {
+            "type": "object",
+            "properties": {"code": code},
+            "required": ["code"],
+            "additionalProperties": False,
+        }
         described = {
             "name": "python",
             "description": "Runs a Python program and returns what it prints. Each program starts anew.",
