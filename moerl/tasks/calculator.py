@@ -34,8 +34,8 @@ class CalculatorTaskConfig(TaskSection):
     """Sums, differences and products of two numbers, with a calculator at hand."""
 
     name: Literal["calculator"] = Field(description="Task.")
-    smallest: CountOrZero = Field(description="Smallest number in a problem.")
-    largest: Count = Field(description="Largest number in a problem.")
+    smallest: CountOrZero = Field(description="Smallest number.")
+    largest: Count = Field(description="Largest number.")
     num_train: Count = Field(description="Training problems.")
     called_probability: Share = Field(
         description="Share of demonstrations that call the calculator; the others guess, and are mostly wrong."

@@ -14,8 +14,8 @@ from moerl.tasks.tools.loop import ToolCallError
 
 
 class PythonTool:
-    """Runs Python as `kind: code` does ([docs](docs/tasks.md#programs-in-a-sandbox)): each program in an empty folder of
-    its own, which is removed. The policy reads the standard output, and behind it how a program failed.
+    """Runs Python as `kind: code` does ([docs](docs/tasks.md#programs-in-a-sandbox)): each program in an empty folder
+    of its own, which is removed. The policy reads the standard output, or how a program failed and what it printed.
 
     Programs run side by side in as many processes as there are cores; further ones wait. A call that an episode gives
     up ends at its time limit.

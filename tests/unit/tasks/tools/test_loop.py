@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from moerl.tasks.tools.loop import (
     answer_with_tools,
     conversation_with,
 )
-
 
 MULTIPLY: Message = {
     "type": "function",
@@ -243,3 +243,17 @@ def test_functions_of_the_user_are_called() -> None:
 
     episode, _ = played(ONE, "It is 42.", tools=[FunctionTool(multiply)])
     assert results(episode) == ["42"]
+
+
+def test_the_environment_of_the_page_is_played() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "episodes.md").read_text()
+    (program,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "FunctionTool" in each)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    chat = Chat((QUESTION,))
+    prompt = Prompt("p", hermes(chat.messages, (), True), {"answer": "42"}, chat)
+    request = RolloutRequest(Lineage("r0", "p", "g"), tuple(encode(prompt.text)), FULL, 4000, (END,))
+    episode = Episode(request, lambda session: names["play"](prompt, session))
+    (ended,) = play([episode], says(ONE, "42"), check, TEXTS, turn_seconds=300.0)
+    assert results(ended) == ["42"]
+    assert ended.records[0].values["rewards"] == {"reward": 1.0, "tool_calls": 1.0, "failed_calls": 0.0}
