@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from chat_streams import END, END_TEXT, TEXTS, encode, says, texts
+from episode_streams import check
+from factories import FULL
 
 from moerl.contract.episodes import EpisodeTask, SampledTurn
-from moerl.contract.ports import DemonstrationTask, Prompt
-from moerl.contract.trajectory import FinishReason
+from moerl.contract.ports import DemonstrationTask, Prompt, RolloutRequest
+from moerl.contract.trajectory import FinishReason, Lineage
+from moerl.episodes.play import Episode, play
 from moerl.errors import ConfigError, EpisodeError
 from moerl.orchestration.tokenizer import encode_checked, make_tokenizer
 from moerl.tasks.calculator import CalculatorTask, CalculatorTaskConfig
@@ -58,6 +62,14 @@ def played(session: FakeSession) -> tuple[float, float, list[str]]:
 def test_an_answer_is_right_with_and_without_a_call() -> None:
     assert played(FakeSession("408")) == (1.0, 0.0, [])
     assert played(FakeSession("[12*34]", "408")) == (1.0, 1.0, [" 408\n"])
+
+
+def test_what_the_policy_makes_up_behind_a_call_is_not_part_of_the_episode() -> None:
+    request = RolloutRequest(Lineage("r0", "p", "g"), tuple(encode(PROMPT.text)), FULL, 60, (END,))
+    episode = Episode(request, lambda session: CalculatorTask(config()).play(PROMPT, session))
+    (ended,) = play([episode], says("[12*34] 999\n999", "408"), check, TEXTS, turn_seconds=300.0)
+    assert texts(ended) == [f"{PROMPT.text}[12*34] 408\n408{END_TEXT}"]
+    assert ended.records[0].values["rewards"] == {"reward": 1.0, "accuracy": 1.0, "tool_calls": 1.0}
 
 
 @pytest.mark.parametrize("answer", ["409", "", "408 ", "the result is 408", "12[12*34]"])
