@@ -102,6 +102,11 @@ class ToolFormat:
         content.append(text[at:])
         return ("".join(content).strip() if calls else text), calls
 
+    def num_broken(self, content: str) -> int:
+        """Counts the calls that begin in a text that `parse` has returned: none of them could be read. 0 if nothing
+        marks the beginning of a call."""
+        return content.count(self.before) if self.before else 0
+
     def _calls(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         """Returns the calls from a place on, and the end of the text behind them; none if one cannot be read."""
         calls: list[ToolCall] = []

@@ -43,7 +43,7 @@ EARLY = {
     "train resume": "did you mean resume=VALUE?",
     "train --config-dir": "argument --config-dir: expected one argument",
     # Recipes and groups.
-    "train recipe=labtop": "recipe: no such option; seen: labtop; expected: one of code, code_problems, code_small,",
+    "train recipe=labtop": "recipe: no such option; seen: labtop; expected: one of calculator, code, code_problems,",
     "train recipe=laptop,tiny": "recipe: one run takes one value",
     "train recipe=": "recipe: empty value",
     "train recipe=laptop.yaml": "did you mean laptop?",

@@ -19,9 +19,31 @@ from waiting import eventually
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
 from moerl.contract.trajectory import Trajectory, TurnKind
+from moerl.orchestration.tokenizer import build_tokenizer
 
 STEPS, PER_STEP = 3, 16
 GUESS = ("recipe=tiny", "task=guess", f"rl.steps={STEPS}")
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+TOOLS_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CLOCK = """
+from moerl.tasks.tools.functions import FunctionTool
+from moerl.tasks.tools.loop import answer_with_tools, conversation_with
+
+def now() -> str:
+    return "noon"
+
+TOOLS = [FunctionTool(now)]
+
+async def play(prompt, session):
+    chat = await conversation_with(prompt, session, TOOLS)
+    answer = await answer_with_tools(chat, TOOLS, max_calls=8, max_turns=3)
+    return {"reward": float(answer.num_calls > answer.num_failed), **answer.rewards}
+"""
 BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
 
 
@@ -59,6 +81,29 @@ def test_a_run_of_conversations_keeps_the_tokens_of_every_turn(forked: Runs, tmp
     finished = forked.run("train", *GUESS, "task.text_as=chat", "rollout.max_new_tokens=64", f"run_dir='{run}'")
     assert finished.status == 0, finished.output
     assert_whole(run)
+
+
+@pytest.mark.slow
+def test_a_run_of_conversations_with_tools_trains_what_the_policy_read(forked: Runs, tmp_path: Path) -> None:
+    made = build_tokenizer([NOW, "What time is it? system user assistant tool"], 400, any_text=True, chats=True)
+    made.chat_template = TOOLS_TEMPLATE
+    made.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "clock.py").write_text(CLOCK)
+    schema = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    lines = [{"prompt": f"What time is it, {i}?", "response": NOW, "tools": [schema]} for i in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    keys = (
+        *("recipe=tiny", "model=laptop", "model.tokenizer=tokenizer", "sft.steps=50", "sft.num_examples=256"),
+        *("task=environment", "task.path=rows.jsonl", "task.response=response", "task.tools=tools"),
+        *("task.play=clock:play", "rollout.max_new_tokens=250", "trainer.microbatch_tokens=4096"),
+    )
+    finished = forked.run("train", *keys, f"rl.steps={STEPS}", f"run_dir='{tmp_path / 'run'}'", cwd=tmp_path)
+    assert finished.status == 0, finished.output
+    episodes = trained(tmp_path / "run")
+    assert len(episodes) == STEPS * PER_STEP
+    called = [each for each in episodes if each.rewards["tool_calls"]]
+    assert called
+    assert all(any(turn.kind is TurnKind.OBSERVATION for turn in each.turns) for each in called)
 
 
 @pytest.mark.slow

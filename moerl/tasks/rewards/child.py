@@ -18,11 +18,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from moerl.processes.spared import start_spared
+from moerl.processes.spared import SparedProcess, start_spared
 from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
@@ -45,6 +45,40 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 
 Frame = tuple[str, int, str]
 """File, line and function."""
+
+
+def start_guarded(command: Sequence[str], memory_bytes: int, status: int, **options: Any) -> SparedProcess:
+    """Starts a command between two guards (`moerl.tasks.rewards.guard`); returns the first guard.
+
+    Args:
+        command: begins with the path of a program.
+        memory_bytes: most memory of each of its processes.
+        status: descriptor of a pipe that gets the process ids of second guard and command; the command has it, too.
+        options: those of `subprocess.Popen`. Everything ends if nobody holds the other end of `stdin`.
+    """
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(status), str(memory_bytes)]
+    return start_spared([*guard, *command], pass_fds=[status], **options)
+
+
+def end_guarded(process: SparedProcess, status: Callable[[], bytes]) -> None:
+    """Ends a command that `start_guarded` started, and all that it has started, and waits for that.
+
+    status: returns all that the pipe got.
+    """
+    process.send_signal(signal.SIGUSR2)
+    try:
+        code = process.wait(EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    if code < 0:
+        # Perhaps something killed a guard: the other one ends all, or nobody is left to end the command's group.
+        guard, _, command = status().partition(b"\n")[0].partition(b" ")
+        if guard.isdigit():
+            _wait_for(int(guard))
+        if command.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(command), signal.SIGKILL)
 
 
 class ChildLostError(Exception):
@@ -102,14 +136,15 @@ class RewardChild:
         faults, theirs = os.pipe()
         # -P keeps the folder of this package off the child's import path; -u shows what is printed when it is.
         worker = [sys.executable, "-P", "-u", str(_WORKER), str(theirs)]
-        self._process = start_spared(
-            [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(theirs), str(memory_bytes), *worker],
+        self._process = start_guarded(
+            worker,
+            memory_bytes,
+            theirs,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             cwd=folder,
-            pass_fds=[theirs],
         )
         os.close(theirs)
         self._requests, self._replies = _pipe(self._process.stdin), _pipe(self._process.stdout)
@@ -151,21 +186,7 @@ class RewardChild:
     def kill(self) -> None:
         if self._requests.closed:
             return
-        self.end()
-        try:
-            code = self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        if code < 0:
-            # Perhaps something killed a guard: the other one ends all, or nobody is left to end the command's group.
-            self._hear()
-            guard, _, worker = self._said.partition(b"\n")[0].partition(b" ")
-            if guard.isdigit():
-                _wait_for(int(guard))
-            if worker.isdigit():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(int(worker), signal.SIGKILL)
+        end_guarded(self._process, self._status)
         self._show()
         self._shown.end(sys.stderr)
         for pipe in (self._requests, self._replies, self._prints, self._faults):
@@ -211,6 +232,10 @@ class RewardChild:
         if data == b"":
             self._heard.discard(self._faults)
         self._said = (self._said + (data or b""))[:_READ_BYTES]
+
+    def _status(self) -> bytes:
+        self._hear()
+        return self._said
 
     def _late(self) -> ChildLostError:
         self._process.send_signal(signal.SIGUSR1)

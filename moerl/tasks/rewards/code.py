@@ -1,4 +1,5 @@
-"""Scores of programs, run against tests in `moerl.tasks.rewards.sandbox`. Runs in the process of a reward."""
+"""Scores of programs, run against tests in `moerl.tasks.rewards.sandbox`. Runs in the process of a reward; of the tool
+`moerl.tasks.tools.python`, in threads of the controller."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jsonschema_specifications
-from jsonschema.exceptions import SchemaError
+from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
@@ -45,6 +45,12 @@ def validator(schema: Any) -> Any:
     except RecursionError as error:
         raise ValueError("the JSON schema refers to itself without end, or is nested too deep") from error
     return made
+
+
+def mistake(made: Any, value: Any) -> str | None:
+    """Returns what is most wrong about a value by a `validator`, and its place; None if nothing is."""
+    wrong = best_match(made.iter_errors(value))
+    return None if wrong is None else f"{wrong.json_path[1:]}: {wrong.message}"
 
 
 def _check_references(specification: Specification[Any], schema: Any, resolver: Any, seen: set[int]) -> None:

@@ -120,6 +120,14 @@ def test_a_call_behind_one_that_is_broken_is_read_and_the_broken_one_is_kept():
     assert (text, calls) == ("<tool_call>\n{", [ADD])
 
 
+def test_calls_that_could_not_be_read_are_counted_if_something_marks_their_beginning():
+    form = format_of(hermes)
+    text, calls = form.parse(f"<tool_call>\n{{\n<tool_call>\n{json.dumps(CALL)}\n</tool_call> <tool_call>")
+    assert (form.num_broken(text), len(calls)) == (2, 1)
+    assert form.num_broken("no call") == 0
+    assert format_of(llama).num_broken('{"name": ') == 0
+
+
 def test_a_call_without_arguments_has_none():
     assert format_of(hermes).parse('<tool_call>{"name": "now"}</tool_call>') == ("", [ToolCall("now", {})])
 

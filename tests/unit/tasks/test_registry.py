@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from moerl.config.compose import CONFIGS
+from moerl.tasks.calculator import CalculatorTaskConfig
 from moerl.tasks.chain_sum import ChainSumTaskConfig
 from moerl.tasks.dataset import DatasetTaskConfig
 from moerl.tasks.environment import EnvironmentTaskConfig
@@ -81,6 +82,7 @@ except ConfigError as error:
 
 def test_the_tasks_are_those_of_the_modules_with_a_section():
     assert [
+        CalculatorTaskConfig,
         ChainSumTaskConfig,
         DatasetTaskConfig,
         EnvironmentTaskConfig,

@@ -10,6 +10,7 @@ process id of the starter. Each process may take SECONDS of CPU time and MEMORY 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -33,6 +34,8 @@ def main(arguments: list[str]) -> None:
     os.close(int(status))
     code, said, _ = execute(text)
     if code:
+        with contextlib.suppress(Exception):  # the program may have put anything there
+            sys.stdout.flush()
         _end(code, said)
     # The interpreter ends as usual: it waits for threads, calls exit handlers, flushes.
 

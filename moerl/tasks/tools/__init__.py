@@ -1,0 +1,1 @@
+"""Tools that a policy calls in episodes ([docs](docs/episodes.md#tools)). Runs in the controller."""
