@@ -12,7 +12,7 @@ from pydantic import Field
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.errors import ConfigError, EpisodeError
-from moerl.sections import Positive
+from moerl.sections import Count, Positive
 from moerl.tasks.section import TaskSection
 
 FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
@@ -29,6 +29,9 @@ class SeedsSection(TaskSection):
     num_heldout: NumSeeds = Field(description="Seeds of the held-out split.")
     text_as: Literal["raw", "chat"] = Field(
         description="raw = plain lines; chat = messages of a user, by the model's chat template."
+    )
+    max_turn_tokens: Count | None = Field(
+        description="Most tokens of a turn; null = as many as rollout.max_new_tokens leaves."
     )
     turn_seconds: Positive = Field(
         description="Longest time that the environment may take between two requests of an episode."
@@ -77,10 +80,12 @@ class SeedsTask(EpisodeTask, ChatTask):
             )
         known = self._prompts[split]
         if len(known) < count:
-            numbers = range(len(known), count)
-            seeds = [FIRST_SEED[split] + number for number in numbers]
-            begun = zip(numbers, seeds, self.openings(seeds), strict=True)
-            known += [self._prompt(f"{self._name}-{split}-{number}", *each) for number, *each in begun]
+            seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
+            begun = zip(seeds, self.openings(seeds), strict=True)
+            known += [
+                self._prompt(f"{self._name}-{split}-{seed - FIRST_SEED[split]}", seed, opening)
+                for seed, opening in begun
+            ]
         return known[:count]
 
     @property

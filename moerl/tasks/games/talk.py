@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import SampledTurn, Session
 from moerl.contract.ports import Prompt
@@ -18,26 +16,31 @@ class Talk:
         num_turns: turns that were sampled.
     """
 
-    def __init__(self, session: Session, conversation: Conversation | None) -> None:
-        """Takes over a session; `conversation` is that of its messages, None if it has plain lines."""
-        self.session, self._conversation, self.num_turns = session, conversation, 0
+    def __init__(self, session: Session, conversation: Conversation | None, max_turn_tokens: int | None) -> None:
+        """Takes over a session.
+
+        Args:
+            conversation: of the session's messages; None if it has plain lines.
+            max_turn_tokens: most tokens of a turn; None = no limit.
+        """
+        self.session, self._conversation, self._max_turn_tokens = session, conversation, max_turn_tokens
+        self.num_turns = 0
 
     @classmethod
-    def of(cls, prompt: Prompt, session: Session) -> Talk:
+    def of(cls, prompt: Prompt, session: Session, max_turn_tokens: int | None) -> Talk:
         """Returns the talk of an episode's session."""
-        return cls(session, None if prompt.chat is None else Conversation.of(prompt, session))
+        return cls(session, None if prompt.chat is None else Conversation.of(prompt, session), max_turn_tokens)
 
-    @classmethod
-    async def opened(cls, parent: Session, opening: str, agent_id: str, text_as: Literal["raw", "chat"]) -> Talk:
-        """Opens a session in the episode of `parent`, which begins with a text.
+    async def join(self, opening: str, agent_id: str) -> Talk:
+        """Opens a session in the same episode and form, which begins with a text.
 
         Raises:
             SessionOverError: the text leaves no room to sample.
         """
-        if text_as == "raw":
-            return cls(parent.open(f"{opening}\n", agent_id), None)
-        conversation = await Conversation.opened(parent, chat_of(opening), agent_id)
-        return cls(conversation.session, conversation)
+        if self._conversation is None:
+            return Talk(self.session.open(f"{opening}\n", agent_id), None, self._max_turn_tokens)
+        conversation = await Conversation.opened(self.session, chat_of(opening), agent_id)
+        return Talk(conversation.session, conversation, self._max_turn_tokens)
 
     async def turn(self, heard: str) -> SampledTurn | None:
         """Returns the policy's next turn, None if nothing more can be sampled.
@@ -52,6 +55,6 @@ class Talk:
             self.session.observe(f"\n{heard}\n")
         if self.session.is_over:
             return None
-        turn = await (self._conversation or self.session).sample()
+        turn = await (self._conversation or self.session).sample(self._max_turn_tokens)
         self.num_turns += 1
         return turn

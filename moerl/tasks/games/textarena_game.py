@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from moerl.contract.demands import is_finite, is_number
@@ -76,8 +77,7 @@ class Game:
         rewards, players = self._env.close()
         found: dict[int, PlayerResult] = {}
         for number, player in players.items():
-            reward = (rewards or {}).get(number, 0) if self.is_over else 0
-            reward = reward.item() if hasattr(reward, "item") else reward
+            reward: Any = (rewards or {}).get(number, 0) if self.is_over else 0
             if not is_number(reward) or not is_finite(reward):
                 raise EpisodeError("task.game: a reward of the game", seen=repr(reward)[:80], expected="a number")
             found[int(number)] = PlayerResult(float(reward), bool(player.get("invalid_move")))
@@ -109,10 +109,9 @@ class Game:
 def _begun(name: str, num_players: int, seed: int) -> Any:
     """Returns an environment of the registry that has begun, without the wrappers that repeat a player's whole
     history."""
-    import textarena  # type: ignore[import-not-found]
-    from textarena.envs.registration import ENV_REGISTRY  # type: ignore[import-not-found]
-
-    if f"{name}-raw" not in ENV_REGISTRY:
+    textarena = import_module("textarena")
+    registry = import_module("textarena.envs.registration").ENV_REGISTRY
+    if f"{name}-raw" not in registry:
         raise ConfigError(
             "task.game: not a game of TextArena",
             seen=name,
@@ -120,7 +119,7 @@ def _begun(name: str, num_players: int, seed: int) -> Any:
             remedy="name one that `textarena.pprint_registry_detailed()` lists",
         )
     env = textarena.make(f"{name}-raw")
-    for wrapper in ENV_REGISTRY[name].default_wrappers or ():
+    for wrapper in registry[name].default_wrappers or ():
         if issubclass(wrapper, textarena.ActionWrapper):
             env = wrapper(env)
     env.reset(num_players=num_players, seed=seed)

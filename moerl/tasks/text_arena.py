@@ -1,7 +1,7 @@
 """`task=textarena`: games of TextArena, alone or against oneself. Runs in the controller.
 
-Each player has a session of its own, with what this player sees and its own rewards. The session of the prompt is that of
-the player who moves first; those of the others have the agent ids `player-N`.
+Each player has a session of its own, with what this player sees and its own rewards. The session of the prompt is
+that of the player who moves first; those of the others have the agent ids `player-N`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class TextArenaTask(SeedsTask):
         """
         game = await in_thread(lambda: self._game(prompt.facts["seed"]))
         require_opening(prompt, game.opening)
-        talks: dict[int, Talk | None] = {game.first: Talk.of(prompt, session)}
+        first = Talk.of(prompt, session, self._config.max_turn_tokens)
+        talks: dict[int, Talk | None] = {game.first: first}
         number, seen = game.first, ""
         for _ in range(self._config.max_moves):
             if number not in talks:
-                talks[number] = await self._joined(session, seen, number)
+                talks[number] = await _joined(first, seen, number)
             talk = talks[number]
             turn = None if talk is None else await talk.turn(seen)
             text = "" if turn is None else turn.text
@@ -71,16 +72,17 @@ class TextArenaTask(SeedsTask):
                 talk.session.rewards.update(_rewards(results[player], talk, game))
         return dict(session.rewards)
 
-    async def _joined(self, session: Session, seen: str, number: int) -> Talk | None:
-        """Returns the talk of a player who moves for the first time; None if what it sees leaves no room to sample: what
-        the others wrote must not end the run."""
-        try:
-            return await Talk.opened(session, seen, f"player-{number}", self._config.text_as)
-        except SessionOverError:
-            return None
-
     def _game(self, seed: int) -> Game:
         return Game(self._config.game, self._config.num_players, seed)
+
+
+async def _joined(first: Talk, seen: str, number: int) -> Talk | None:
+    """Returns the talk of a player who moves for the first time; None if what it sees leaves no room to sample: what
+    the others wrote must not end the run."""
+    try:
+        return await first.join(seen, f"player-{number}")
+    except SessionOverError:
+        return None
 
 
 def _rewards(result: PlayerResult, talk: Talk, game: Game) -> dict[str, float]:
