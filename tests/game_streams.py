@@ -1,4 +1,4 @@
-"""Episodes of tasks with environments of other libraries, on a stream that answers with the texts that a test writes."""
+"""Episodes with environments of other libraries, on a stream that answers with the texts that a test writes."""
 
 from __future__ import annotations
 

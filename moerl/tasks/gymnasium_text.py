@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import Prompt
-from moerl.errors import ConfigError, EpisodeError, closing
+from moerl.errors import ConfigError, EpisodeError, MoerlError, closing
 from moerl.sections import Count
 from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
 from moerl.tasks.games.talk import Talk
@@ -66,7 +67,10 @@ class GymnasiumTask(SeedsTask):
 
     def openings(self, seeds: Sequence[int]) -> list[str]:
         with closing(self._made()) as env:
-            return [self._opening(env, seed) for seed in seeds]
+            try:
+                return [self._opening(env, seed) for seed in seeds]
+            except Exception as error:  # process boundary: code of the environment
+                raise _unusable(self._config.environment, "does not begin", error) from error
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward`, the sum of the rewards of all steps; `accuracy`, 1 from a reward of 1 on; `turns`; and
@@ -109,16 +113,21 @@ class GymnasiumTask(SeedsTask):
         try:
             return make(**self._config.options) if is_function else make(name, **self._config.options)
         except Exception as error:  # process boundary: code of the environment
-            raise ConfigError(
-                f"task.environment: {name} cannot be made",
-                seen=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                expected="an id of Gymnasium's registry, module:id, or module:function",
-                remedy="check the name and task.options",
-            ) from error
+            raise _unusable(name, "cannot be made", error) from error
 
     def _opening(self, env: Any, seed: int) -> str:
         observation, _ = env.reset(seed=seed)
         return "\n\n".join(filter(None, (self._config.instructions, _text(env, observation))))
+
+
+def _unusable(name: str, what: str, error: Exception) -> ConfigError:
+    said = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+    return ConfigError(
+        f"task.environment: {name} {what}",
+        seen=" ".join(said.split())[:400],
+        expected="an id of Gymnasium's registry, module:id, or module:function",
+        remedy="check the name and task.options",
+    )
 
 
 def _check_actions(space: Any, words: Sequence[str] | None) -> None:
@@ -147,7 +156,10 @@ def _text(env: Any, observation: object) -> str:
     Raises:
         EpisodeError: neither is a text.
     """
-    text: object = observation if isinstance(observation, str) else env.render()
+    text: object = observation
+    if not isinstance(text, str):
+        with suppress(NotImplementedError):
+            text = env.render()
     if not isinstance(text, str):
         raise EpisodeError(
             "task.environment: the observation is no text",

@@ -34,7 +34,7 @@ class OpenEnvTaskConfig(SeedsSection):
         description="Field of the action that the text of a turn becomes; null = a turn is the JSON of a whole action."
     )
     observation: str | None = Field(
-        description="Field of the observation that the policy reads; null = all of them, as JSON."
+        description="Field of the observation that the policy reads; null = all but metadata, as JSON."
     )
     instructions: str = Field(description="Text in front of the first observation.")
     options: dict[str, Any] = Field(description="Further arguments of a reset, by name.")
@@ -175,14 +175,15 @@ class OpenEnvTask(SeedsTask):
         """Returns what the policy reads. Raises `EpisodeError` if the observation has no such text."""
         name = self._config.observation
         if name is None:
-            return json.dumps(step.observation, ensure_ascii=False)
+            fields = {field: each for field, each in step.observation.items() if field != "metadata"}
+            return json.dumps(fields, ensure_ascii=False)
         text = step.observation.get(name)
         if not isinstance(text, str):
             raise EpisodeError(
                 "task.observation: no text in the observation",
                 seen=f"{name} is {type(text).__name__}; fields {', '.join(sorted(step.observation))}"[:_SHOWN],
                 expected="a field with a text",
-                remedy="name another field with task.observation; null = all, as JSON",
+                remedy="name another field with task.observation; null = all of them, as JSON",
             )
         return text.strip()
 

@@ -23,6 +23,9 @@ FOR_TWO = (
 )
 
 
+TWO = ("task.game=TicTacToe-v0", "task.num_players=2")
+
+
 def secret(seed: int) -> int:
     """Returns the number to guess in the game of a seed."""
     game = Game("GuessTheNumber-v0", 1, seed)
@@ -44,7 +47,7 @@ def test_a_move_without_brackets_gets_them_as_the_game_has_it() -> None:
 
 
 def test_two_players_have_sessions_views_and_rewards_of_their_own() -> None:
-    task = opened("task=textarena", "task.game=TicTacToe-v0", "task.num_players=2")
+    task = opened("task=textarena", *TWO)
     episode = played(task, "[0]", "[3]", "[1]", "[4]", "[2]")
     first, second = rewards(episode)
     assert first == {"reward": 1.0, "accuracy": 1.0, "turns": 3.0, "invalid": 0.0, "finished": 1.0}
@@ -60,26 +63,33 @@ def test_two_players_have_sessions_views_and_rewards_of_their_own() -> None:
 
 
 def test_a_player_who_moves_invalidly_twice_loses_by_the_rules() -> None:
-    task = opened("task=textarena", "task.game=TicTacToe-v0", "task.num_players=2", "task.text_as=raw")
+    task = opened("task=textarena", *TWO, "task.text_as=raw")
     first, second = rewards(played(task, "[0]", "[0]", "[9]"))
     assert (first["reward"], first["invalid"]) == (1.0, 0.0)
     assert (second["reward"], second["invalid"]) == (-1.0, 1.0)
 
 
 def test_a_player_who_can_sample_no_more_makes_empty_moves() -> None:
-    task = opened("task=textarena", "task.game=TicTacToe-v0", "task.num_players=2", "task.text_as=raw")
-    first, second = rewards(played(task, "[0]", "[3]" + "x" * 5000, "[1]", max_tokens=2000))
-    assert (first["reward"], second["reward"], second["turns"]) == (1.0, -1.0, 1.0)
+    task = opened("task=textarena", *TWO, "task.text_as=raw", "task.max_turn_tokens=null")
+    # The long move uses up the tokens of whoever reads it, too: the others move next.
+    first, second = rewards(played(task, "[0]", "[3]" + "x" * 5000, max_tokens=2000))
+    assert (first["reward"], first["turns"], second["reward"], second["turns"]) == (-1.0, 1.0, 1.0, 1.0)
+
+
+def test_a_player_whose_first_view_leaves_no_room_makes_empty_moves_without_a_session() -> None:
+    task = opened("task=textarena", *TWO, "task.max_turn_tokens=null")
+    (only,) = rewards(played(task, "[0]" + "x" * 5000, max_tokens=2000))
+    assert (only["reward"], only["finished"]) == (1.0, 1.0)
 
 
 def test_a_turn_has_no_more_tokens_than_the_task_allows() -> None:
-    task = opened("task=textarena", "task.game=TicTacToe-v0", "task.num_players=2", "task.max_turn_tokens=3")
+    task = opened("task=textarena", *TWO, "task.max_turn_tokens=3")
     episode = played(task, "[0]!!!!", "[3]!!", "[1]", "[4]", "[2]")
     assert [each["turns"] for each in rewards(episode)] == [3.0, 2.0]
 
 
 def test_a_game_that_does_not_end_has_no_winner() -> None:
-    task = opened("task=textarena", "task.game=TicTacToe-v0", "task.num_players=2", "task.max_moves=2")
+    task = opened("task=textarena", *TWO, "task.max_moves=2")
     assert [(each["reward"], each["finished"]) for each in rewards(played(task, "[0]", "[3]"))] == [(0.0, 0.0)] * 2
 
 
@@ -114,7 +124,21 @@ def test_all_draws_of_a_game_follow_from_its_seed_and_leave_those_of_others_alon
     ("game", "players"), [*((name, 1) for name in ALONE), *((name, 2) for name in FOR_TWO), ("ThreePlayerIPD-v0", 3)]
 )
 def test_games_that_the_page_names_begin_without_a_network_and_judge_any_text(game: str, players: int) -> None:
-    odd = ["", "x", "[1]", "[0 1]", "[a]", "[up]", "\u00e9" * 50, f"[{'9' * 400}]", "((((", "[[[", "]]", "[-1]", "[1 1 5]"]
+    odd = [
+        "",
+        "x",
+        "[1]",
+        "[0 1]",
+        "[a]",
+        "[up]",
+        "\u00e9" * 50,
+        f"[{'9' * 400}]",
+        "((((",
+        "[[[",
+        "]]",
+        "[-1]",
+        "[1 1 5]",
+    ]
     draw = random.Random(0)
     for seed in range(3):
         task = Game(game, players, seed)
@@ -129,7 +153,7 @@ def test_games_that_the_page_names_begin_without_a_network_and_judge_any_text(ga
 
 def test_a_game_that_is_not_there_and_one_for_other_players_are_refused() -> None:
     with pytest.raises(ConfigError, match="not a game of TextArena"):
-        opened("task=textarena", "task.game=TicTacToe-v0-raw", "task.num_players=2")
+        opened("task=textarena", "task.game=TicTacToe-v0-raw")
     with pytest.raises(ConfigError, match=r"does not begin with 1 players.*set task\.num_players"):
         opened("task=textarena", "task.game=TicTacToe-v0")
     with pytest.raises(ConfigError, match="no key and no download"):
