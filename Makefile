@@ -15,7 +15,7 @@ export MOERL_SGLANG_ENV ?= $(abspath $(SGLANG_ENV))
 # Compilers side by side in `make gpu`; each takes a few GiB.
 MAX_JOBS ?= 4
 
-.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos test-transformer-engine bench bench-sglang golden clean
+.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos test-environments test-transformer-engine environments bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -44,10 +44,10 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm and not ray" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm and not ray and not environments" tests
 
 test-slow: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang and not slurm and not ray" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang and not slurm and not ray and not environments" tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and sglang" tests
 
 # Every layout; up to eight processes in one test, so one test at a time.
@@ -57,6 +57,10 @@ test-distributed: setup
 # Ray clusters on this machine; `pip install "moerl[ray]"` first.
 test-ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests
+
+# Libraries of the extra `environments`; `make environments` first.
+test-environments: setup
+	$(BIN)/python -m pytest -m environments tests
 
 # Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`; those of
 # whole runs and of servers that die or hang, which take minutes of real time, of `make test-slow`.
@@ -89,6 +93,13 @@ gpu: setup
 	$(BIN)/python -m pip install ninja psutil
 	MAX_JOBS=$(MAX_JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation --editable ".[gpu]"
 
+# Libraries of environments. OpenEnv and verifiers need releases of mcp that do not go together: each has an interpreter
+# of its own, which the tests start.
+environments: setup
+	$(BIN)/python -m pip install --editable ".[environments]"
+	$(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install openenv==0.10.0
+	$(BIN)/python -m venv .venv-verifiers && .venv-verifiers/bin/python -m pip install verifiers==0.4.0
+
 # What other implementations compute (tests/golden), made again and compared; each package in a folder of its own.
 golden: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.golden
@@ -101,4 +112,4 @@ bench-sglang: setup sglang
 	$(BIN)/python bench/rollout_wire.py --env "$(MOERL_SGLANG_ENV)"
 
 clean:
-	rm -rf .venv .venv-sglang* dist build
+	rm -rf .venv .venv-sglang* .venv-openenv .venv-verifiers dist build

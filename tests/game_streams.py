@@ -54,13 +54,13 @@ def played(task: SeedsTask, *answers: str, number: int = 0, max_tokens: int = 80
 
 def rewards(episode: PlayedEpisode) -> list[Mapping[str, float]]:
     """Returns the rewards of each session of an episode that has no error."""
-    assert episode.error is None, episode.error
+    assert episode.error is None, str(episode.error)
     return [record.values["rewards"] for record in episode.records]
 
 
 def texts(episode: PlayedEpisode) -> list[str]:
     """Returns the whole text of each session of an episode that has no error."""
-    assert episode.error is None, episode.error
+    assert episode.error is None, str(episode.error)
     return [decode(record.values["token_ids"].tolist()) for record in episode.records]
 
 
