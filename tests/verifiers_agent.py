@@ -1,8 +1,8 @@
 """Environments of verifiers, unchanged but for what they are about: a game in several turns, and a tool.
 
-Its address and key come from the environment. `python verifiers_agent.py CLIENT KIND [TOKENIZER]` plays one episode of the
-kind (`turns` or `tool`) by one of verifiers' own clients (`eval` sends messages, `train` sends token ids), and prints
-the episode's score as JSON. Runs with an interpreter that has verifiers.
+Its address and key come from the environment. `python verifiers_agent.py CLIENT KIND [TOKENIZER]` plays one episode of
+the kind (`turns` or `tool`) by one of verifiers' own clients (`eval` sends messages, `train` sends token ids), and
+prints the episode's score as JSON. Runs with an interpreter that has verifiers.
 """
 
 # pyright: basic, reportMissingImports=false

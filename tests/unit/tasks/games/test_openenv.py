@@ -95,7 +95,7 @@ def test_a_server_without_a_free_session_is_named_with_what_to_do() -> None:
 
 
 def test_an_address_without_a_server_and_a_field_that_is_not_there_are_refused_before_a_run(url: str) -> None:
-    with pytest.raises(ConfigError, match="does not begin.*the connection failed"):
+    with pytest.raises(ConfigError, match=r"does not begin.*the connection failed"):
         opened("task=openenv", "task.url=http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="no text in the observation.*fields metadata, text"):
+    with pytest.raises(ConfigError, match=r"no text in the observation.*fields metadata, text"):
         opened("task=openenv", f"task.url='{url}'", "task.observation=board")
