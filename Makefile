@@ -15,7 +15,7 @@ export MOERL_SGLANG_ENV ?= $(abspath $(SGLANG_ENV))
 # Compilers side by side in `make gpu`; each takes a few GiB.
 MAX_JOBS ?= 4
 
-.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-environments test-chaos test-transformer-engine bench bench-sglang golden clean
+.PHONY: setup lock gpu sglang environments demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-environments test-chaos test-transformer-engine bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -58,7 +58,7 @@ test-distributed: setup
 test-ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests
 
-# Environments of other libraries; `pip install "moerl[environments]"` first.
+# Libraries of the extra `environments`; `make environments` first.
 test-environments: setup
 	$(BIN)/python -m pytest -m environments tests
 
@@ -93,6 +93,13 @@ gpu: setup
 	$(BIN)/python -m pip install ninja psutil
 	MAX_JOBS=$(MAX_JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation --editable ".[gpu]"
 
+# Libraries of environments. OpenEnv and verifiers need releases of mcp that do not go together: each has an interpreter
+# of its own, which the tests start.
+environments: setup
+	$(BIN)/python -m pip install --editable ".[environments]"
+	$(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install openenv==0.10.0
+	$(BIN)/python -m venv .venv-verifiers && .venv-verifiers/bin/python -m pip install verifiers==0.4.0
+
 # What other implementations compute (tests/golden), made again and compared; each package in a folder of its own.
 golden: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.golden
@@ -105,4 +112,4 @@ bench-sglang: setup sglang
 	$(BIN)/python bench/rollout_wire.py --env "$(MOERL_SGLANG_ENV)"
 
 clean:
-	rm -rf .venv .venv-sglang* dist build
+	rm -rf .venv .venv-sglang* .venv-openenv .venv-verifiers dist build

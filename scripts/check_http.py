@@ -32,6 +32,7 @@ _HUB = "the library of the hub reads the hub's answers: files, with their sizes 
 EXCEPTIONS = {
     "moerl/http/client.py:aiohttp": "the reader",
     "moerl/http/server.py:aiohttp": "the server: it reads requests on loopback, and no answers",
+    "moerl/http/websocket.py:aiohttp": "the reader of messages over a WebSocket, with the same limits",
     "moerl/http/client.py:urllib.request": "which proxies the environment names; nothing is asked",
     "moerl/machine/hub.py:huggingface_hub": _HUB,
     "moerl/machine/hub.py:httpx": "errors that the library of the hub raises; nothing is asked",

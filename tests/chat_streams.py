@@ -50,7 +50,7 @@ def hermes(messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> 
 TEXTS = Texts(encode, decode, hermes)
 
 
-def says(*answers: str) -> FakeStream:
+def says(*answers: str, encode: Callable[[str], list[int]] = encode) -> FakeStream:
     """A stream of these answers, each with its end."""
     left = list(answers)
 
@@ -79,7 +79,9 @@ def played(
     ignored: Sequence[str] = (),
     max_tokens: int = 2000,
     render: Callable[[Sequence[Message], Sequence[Message], bool], str] = hermes,
+    encode: Callable[[str], list[int]] = encode,
     decode: Callable[[Sequence[int]], str] = decode,
+    stop_ids: tuple[int, ...] = (END,),
 ) -> PlayedEpisode:
     """Plays one episode in which an agent has the door."""
     chat = Chat((QUESTION,), tuple(tools))
@@ -90,7 +92,7 @@ def played(
             await agent(endpoint, session)
         return {"reward": 1.0}
 
-    request = RolloutRequest(Lineage("r0", "p", "g"), tuple(encode(prompt.text)), FULL, max_tokens, (END,))
+    request = RolloutRequest(Lineage("r0", "p", "g"), tuple(encode(prompt.text)), FULL, max_tokens, stop_ids)
     texts = Texts(encode, decode, render)
     (episode,) = play([Episode(request, environment)], stream, check, texts, turn_seconds=300.0)
     return episode

@@ -37,6 +37,8 @@ EXAMINED = {
     "moerl/errors.py: undo": "what the rule asks for",
     "moerl/http/server.py: cleanup": "of a server that nobody has asked yet",
     "moerl/http/server.py: gather": "returns errors",
+    "moerl/tasks/games/textarena_game.py: getstate": "random numbers of this process",
+    "moerl/tasks/games/textarena_game.py: setstate": "random numbers of this process",
     "moerl/launch/sglang.py: close": "a client, asynchronously",
     "moerl/launch/run_lock.py: _check_ours": "its error says why the file could not be opened",
     "moerl/launch/run_lock.py: lstat": "of a file that the system has just refused to open",

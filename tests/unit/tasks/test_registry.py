@@ -16,8 +16,11 @@ from moerl.tasks.chain_sum import ChainSumTaskConfig
 from moerl.tasks.dataset import DatasetTaskConfig
 from moerl.tasks.environment import EnvironmentTaskConfig
 from moerl.tasks.guess import GuessTaskConfig
+from moerl.tasks.gymnasium_text import GymnasiumTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig
+from moerl.tasks.open_env import OpenEnvTaskConfig
 from moerl.tasks.registry import TASK_SECTIONS
+from moerl.tasks.text_arena import TextArenaTaskConfig
 
 PARITY = '''
 from typing import Literal
@@ -87,7 +90,10 @@ def test_the_tasks_are_those_of_the_modules_with_a_section():
         DatasetTaskConfig,
         EnvironmentTaskConfig,
         GuessTaskConfig,
+        GymnasiumTaskConfig,
         JsonlTaskConfig,
+        OpenEnvTaskConfig,
+        TextArenaTaskConfig,
     ] == TASK_SECTIONS
 
 

@@ -1,0 +1,134 @@
+"""Prompts of environments that have seeds in place of a data set: settings and splits. Runs in the controller."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moerl.contract.episodes import EpisodeTask
+from moerl.contract.ports import Chat, ChatTask, Prompt
+from moerl.errors import ConfigError, EpisodeError
+from moerl.sections import Count, Positive
+from moerl.tasks.section import TaskSection
+
+FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
+"""First seed of each split; none reaches 2**31, which some libraries do not take."""
+NumSeeds = Annotated[int, Field(ge=1, le=10_000_000)]
+_SHOWN = 80
+
+
+class SeedsSection(TaskSection):
+    """Seeds of the splits, and the form of an environment's texts."""
+
+    num_train: NumSeeds = Field(description="Seeds of the training split; each begins one game.")
+    num_dev: NumSeeds = Field(description="Seeds of the dev split.")
+    num_heldout: NumSeeds = Field(description="Seeds of the held-out split.")
+    text_as: Literal["raw", "chat"] = Field(
+        description="raw = plain lines; chat = messages of a user, by the model's chat template."
+    )
+    max_turn_tokens: Count | None = Field(
+        description="Most tokens of a turn; null = as many as rollout.max_new_tokens leaves."
+    )
+    turn_seconds: Positive = Field(
+        description="Longest time that the environment may take between two requests of an episode."
+    )
+
+
+class SeedsTask(EpisodeTask, ChatTask):
+    """Prompts that are the first texts of an environment, one for each seed. A subclass plays them.
+
+    The splits have different seeds. An environment with few beginnings has the same ones in each.
+    """
+
+    open_vocabulary = True
+    """The texts of an environment may hold any character."""
+
+    def __init__(self, config: SeedsSection) -> None:
+        self._name, self._text_as = str(config.name), config.text_as
+        self.turn_seconds = config.turn_seconds
+        self._sizes = {"train": config.num_train, "dev": config.num_dev, "heldout": config.num_heldout}
+        self._prompts: dict[str, list[Prompt]] = {split: [] for split in self._sizes}
+
+    @abstractmethod
+    def openings(self, seeds: Sequence[int]) -> list[str]:
+        """Returns the first text of the environment for each seed.
+
+        Raises:
+            ConfigError: the environment does not begin.
+        """
+
+    def size(self, split: str) -> int:
+        """Counts the prompts of a split."""
+        if split not in self._sizes:
+            raise ConfigError(
+                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
+            )
+        return self._sizes[split]
+
+    def prompts(self, split: str, count: int) -> list[Prompt]:
+        """Returns the first `count` prompts of a split, begun when needed. `ConfigError` if the split has fewer."""
+        if not 0 <= count <= self.size(split):
+            raise ConfigError(
+                f"the {split} split of {self._name} does not have that many prompts",
+                seen=count,
+                expected=f"0 to {self.size(split)}",
+                remedy=f"ask for fewer prompts, or raise task.num_{split}",
+            )
+        known = self._prompts[split]
+        if len(known) < count:
+            seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
+            begun = zip(seeds, self.openings(seeds), strict=True)
+            known += [
+                self._prompt(f"{self._name}-{split}-{seed - FIRST_SEED[split]}", seed, opening)
+                for seed, opening in begun
+            ]
+        return known[:count]
+
+    @property
+    def has_chats(self) -> bool:
+        return self._text_as == "chat"
+
+    def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
+        for split, size in self._sizes.items():
+            written = [write(prompt) for prompt in self.prompts(split, size)]
+            self._prompts[split] = [prompt for prompt in written if prompt is not None]
+            self._sizes[split] = len(self._prompts[split])
+
+    def _prompt(self, prompt_id: str, seed: int, opening: str) -> Prompt:
+        facts = {"seed": seed, "opening": opening}
+        if self.has_chats:
+            return Prompt(prompt_id, "", facts, chat_of(opening))
+        return Prompt(prompt_id, f"{opening}\n", facts)
+
+
+def chat_of(opening: str) -> Chat:
+    """Returns the messages with which a conversation about a game begins."""
+    return Chat(({"role": "user", "content": opening},))
+
+
+def require_opening(prompt: Prompt, opening: str) -> None:
+    """Raises EpisodeError if an environment begins in another way than its prompt says: the episodes of a group would
+    not play the same."""
+    if opening != prompt.facts["opening"]:
+        raise EpisodeError(
+            f"{prompt.prompt_id}: the environment begins differently with the same seed",
+            seen=repr(opening)[:_SHOWN],
+            expected=repr(prompt.facts["opening"])[:_SHOWN],
+            remedy="give the environment a seed that it obeys",
+        )
+
+
+def require_package(package: str, task: str) -> None:
+    """Raises ConfigError if a package that a task needs is not installed. Imports nothing."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # a folder of this name in the current directory is none
+        raise ConfigError(
+            f"task={task}: {package} is not installed",
+            seen=f"no package {package}",
+            expected="what it needs in the environment of moerl",
+            remedy='pip install "moerl[environments]"',
+        )

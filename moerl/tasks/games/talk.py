@@ -1,0 +1,60 @@
+"""Talk of one policy with an environment, in plain lines or in messages. Belongs to the event loop of the episodes."""
+
+from __future__ import annotations
+
+from moerl.contract.conversation import Conversation
+from moerl.contract.episodes import SampledTurn, Session
+from moerl.contract.ports import Prompt
+from moerl.tasks.games.seeds import chat_of
+
+
+class Talk:
+    """A session that has begun with the first text of an environment, and goes on in the same form.
+
+    Attributes:
+        session: tokens of the talk.
+        num_turns: turns that were sampled.
+    """
+
+    def __init__(self, session: Session, conversation: Conversation | None, max_turn_tokens: int | None) -> None:
+        """Takes over a session.
+
+        Args:
+            conversation: of the session's messages; None if it has plain lines.
+            max_turn_tokens: most tokens of a turn; None = no limit.
+        """
+        self.session, self._conversation, self._max_turn_tokens = session, conversation, max_turn_tokens
+        self.num_turns = 0
+
+    @classmethod
+    def of(cls, prompt: Prompt, session: Session, max_turn_tokens: int | None) -> Talk:
+        """Returns the talk of an episode's session."""
+        return cls(session, None if prompt.chat is None else Conversation.of(prompt, session), max_turn_tokens)
+
+    async def join(self, opening: str, agent_id: str) -> Talk:
+        """Opens a session in the same episode and form, which begins with a text.
+
+        Raises:
+            SessionOverError: the text leaves no room to sample.
+        """
+        if self._conversation is None:
+            return Talk(self.session.open(f"{opening}\n", agent_id), None, self._max_turn_tokens)
+        conversation = await Conversation.opened(self.session, chat_of(opening), agent_id)
+        return Talk(conversation.session, conversation, self._max_turn_tokens)
+
+    async def turn(self, heard: str) -> SampledTurn | None:
+        """Returns the policy's next turn, None if nothing more can be sampled.
+
+        heard: text of the environment behind the latest turn; nothing before the first one.
+        """
+        if self.session.is_over:
+            return None
+        if self.num_turns and self._conversation is not None:
+            await self._conversation.observe({"role": "user", "content": heard})
+        elif self.num_turns:
+            self.session.observe(f"\n{heard}\n")
+        if self.session.is_over:
+            return None
+        turn = await (self._conversation or self.session).sample(self._max_turn_tokens)
+        self.num_turns += 1
+        return turn
