@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from moerl.contract.conversation import Conversation
-from moerl.contract.episodes import EpisodeTask, Session
-from moerl.contract.ports import Chat, ChatTask, DemonstrationTask, Prompt
+from moerl.contract.episodes import ExpertTask, Session
+from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
@@ -57,7 +57,7 @@ class GuessTaskConfig(TaskSection):
             )
 
 
-class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
+class GuessTask(ExpertTask, ChatTask):
     """Ranges with a number in each; all problems that there are, in a fixed order, cut into three splits."""
 
     open_vocabulary = False
@@ -109,12 +109,10 @@ class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
                     session.observe(f"\n{hint}\n")
         return {"reward": float(found), "accuracy": float(found), "guesses": float(num_guesses)}
 
-    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
-        """Returns a first guess for each prompt: any number of its range, a pure function of `seed` and the prompt."""
-        return [
-            str(random.Random(f"{seed}/{p.prompt_id}").randint(p.facts["low"], p.facts["low"] + self.config.span))
-            for p in prompts
-        ]
+    def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
+        """Returns any number of the range, whatever the hints say: the cold start shows the form of a game alone."""
+        draw = random.Random(f"{seed}/{prompt.prompt_id}/{text}")
+        return str(draw.randint(prompt.facts["low"], prompt.facts["low"] + self.config.span))
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns questions, numbers and hints, and the roles of messages."""

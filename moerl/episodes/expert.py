@@ -1,0 +1,162 @@
+"""Episodes that an expert plays in the place of the policy: what a cold start learns from. No engine; one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledTurn, in_thread
+from moerl.contract.ports import Prompt
+from moerl.contract.trajectory import FinishReason
+from moerl.episodes.play import Texts
+from moerl.errors import ConfigError, EpisodeError, MoerlError
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRules:
+    """Means and limits of an expert."""
+
+    turn: Callable[[str, str], str]
+    """Returns the expert's next turn, from the name of an agent and the text of its session."""
+    texts: Texts
+    """Tokenizer of the model."""
+    end: int
+    """Token that ends a turn."""
+    longest: int
+    """Most tokens of a session."""
+
+
+@dataclass(slots=True, eq=False)
+class ExpertSession:
+    """A `Session` whose turns are an expert's."""
+
+    rules: ExpertRules
+    """Means and limits of the expert."""
+    agent_id: str
+    """Name of the agent; may be empty."""
+    text: str
+    """Text so far, with those of end tokens."""
+    ids: list[int]
+    """Tokens so far."""
+    family: list[ExpertSession]
+    """All sessions of the episode, oldest first."""
+    first: int = 0
+    """Number of tokens that were there before the session began."""
+    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Start and end of each turn, in tokens."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Rewards as in `Session`; nobody reads them."""
+    _texts: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.family.append(self)
+        self._texts.append(self.text)
+        if self.is_over:
+            raise EpisodeError(
+                "episode: a prompt leaves no room to sample",
+                seen=f"{len(self.ids)} tokens",
+                expected=f"fewer than {self.rules.longest}, the longest sequence of the episode",
+                remedy="shorten it, or raise rollout.max_new_tokens",
+            )
+
+    @property
+    def num_left(self) -> int:
+        return self.rules.longest - len(self.ids)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_left <= 0
+
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
+        texts, text = self.rules.texts, self.rules.turn(self.agent_id, self.text)
+        ends = [text.find(each) + len(each) for each in stop if each in text]
+        text = text[: min(ends)] if ends else text
+        ids = [*texts.encode(text), *([] if ends else [self.rules.end])]
+        limit = self.num_left if max_tokens is None else min(max_tokens, self.num_left)
+        if len(ids) > limit:
+            raise EpisodeError(
+                "episode: a turn of the expert is longer than it may be",
+                seen=f"{len(ids)} tokens",
+                expected=f"at most {limit}",
+                remedy="raise rollout.max_new_tokens",
+            )
+        end_text = "" if ends else texts.decode([self.rules.end])
+        self.turns.append((len(self.ids), len(self.ids) + len(ids)))
+        self.ids += ids
+        self.text += text + end_text
+        self._texts.append(self.text)
+        return SampledTurn(text, tuple(ids), FinishReason.STOP, end_text)
+
+    def observe(self, text: str) -> None:
+        self.ids += self.rules.texts.encode(text)
+        self.text += text
+
+    async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
+        return await in_thread(lambda: self.rules.texts.render(messages, tools, ask))
+
+    def fork(self, agent_id: str = "", num_turns: int | None = None) -> ExpertSession:
+        if num_turns is None:
+            text, ids = self.text, list(self.ids)
+        else:
+            text = self._texts[num_turns]
+            ids = self.ids[: self.turns[num_turns - 1][1] if num_turns else self.first]
+        return ExpertSession(self.rules, agent_id, text, ids, self.family, len(ids))
+
+    def open(self, text: str, agent_id: str = "") -> ExpertSession:
+        ids = self.rules.texts.encode(text)
+        return ExpertSession(self.rules, agent_id, text, ids, self.family, len(ids))
+
+    def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
+        raise EpisodeError("episode: an expert has no door", seen="session.serve", expected="session.sample")
+
+    @property
+    def learned(self) -> tuple[list[int], list[bool]]:
+        """Tokens up to the end of the last turn; and of each, True if the expert wrote it in this session."""
+        end = self.turns[-1][1] if self.turns else 0
+        is_learned = [False] * end
+        for start, stop in self.turns:
+            is_learned[start:stop] = [True] * (stop - start)
+        return self.ids[:end], is_learned
+
+
+def play_expert(
+    task: ExpertTask, prompts: Sequence[Prompt], texts: Texts, end: int, *, max_new_tokens: int, seed: int
+) -> list[ExpertSession]:
+    """Plays one episode for each prompt; returns the sessions that have turns, in order.
+
+    Args:
+        end: token that ends a turn.
+        max_new_tokens: limits an episode as in a rollout.
+        seed: the expert's draws depend on it.
+
+    Raises:
+        ConfigError: an episode fails; the error names the prompt.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(_play_all(task, prompts, texts, end, max_new_tokens, seed))
+    finally:
+        loop.close()
+
+
+async def _play_all(
+    task: ExpertTask, prompts: Sequence[Prompt], texts: Texts, end: int, max_new_tokens: int, seed: int
+) -> list[ExpertSession]:
+    found: list[ExpertSession] = []
+    for prompt in prompts:
+
+        def turn(agent_id: str, text: str, prompt: Prompt = prompt) -> str:
+            return task.expert(prompt, agent_id, text, seed)
+
+        ids, family = texts.encode(prompt.text), list[ExpertSession]()
+        rules = ExpertRules(turn, texts, end, len(ids) + max_new_tokens)
+        try:
+            await task.play(prompt, ExpertSession(rules, "", prompt.text, ids, family, len(ids)))
+        except MoerlError as error:
+            raise ConfigError(
+                f"{task.place(prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
+            ) from error
+        found += [session for session in family if session.turns]
+    return found
