@@ -89,6 +89,9 @@ class ExpertSession:
         self._texts.append(self.text)
         return SampledTurn(text, tuple(ids), FinishReason.STOP, end_text)
 
+    def credit(self, reward: float, turn: int = -1) -> None:
+        """Leaves a reward aside: an expert's turns are learned as they are."""
+
     def observe(self, text: str) -> None:
         self.ids += self.rules.texts.encode(text)
         self.text += text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,6 @@ from moerl.errors import ConfigError, RewardError
 from moerl.sections import Count, Positive, Share
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
-from moerl.tasks.rewards.reasoning import PROBLEMS_PER_SEED
 from moerl.tasks.section import TaskSection
 
 if TYPE_CHECKING:
@@ -31,7 +30,8 @@ WRONG, NO_ANSWER = "That is wrong. Try again.", "There is no answer between <ans
 """Texts of the environment."""
 _WORDING = "\n\nPut the final answer between <answer> and </answer>."
 _SEEDS = {"dev": 1, "heldout": 2, "train": 3}
-_MAX_BARREN_DRAWS = 1000
+_DRAWS_PER_PROBLEM = 4
+"""Draws of a split for each of its problems: some questions are drawn again, or belong to another split."""
 
 
 class ReasoningGymTaskConfig(TaskSection):
@@ -52,6 +52,8 @@ class ReasoningGymTaskConfig(TaskSection):
     reward_timeout_seconds: Positive = Field(description="Longest time that the score of one answer may take.")
     reward_memory_bytes: Annotated[int, Field(ge=2**27)] = Field(description="Most memory of one of these processes.")
 
+    plan_values: ClassVar = {"dataset": "chain_sum"}
+
     def open(self) -> ReasoningGymTask:
         return ReasoningGymTask(self)
 
@@ -65,7 +67,9 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         self.config = config
         self._sizes = {"dev": config.num_dev, "heldout": config.num_heldout, "train": config.num_train}
         self._splits: dict[str, list[Prompt]] = {}
-        settings = {"dataset": config.dataset, "options": config.options}
+        # Some sets make all problems at once, and those depend on the size.
+        self._set_size = _DRAWS_PER_PROBLEM * max(self._sizes.values())
+        settings = {"dataset": config.dataset, "size": self._set_size, "options": config.options}
         limits = (config.reward_timeout_seconds, config.reward_memory_bytes, "task.reward", settings)
         maker = "moerl.tasks.rewards.reasoning:reasoning"
         self._pool = RewardPool([RewardProcess(maker, *limits) for _ in range(config.reward_workers)])
@@ -178,7 +182,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
             )
         try:
             return reasoning_gym.create_dataset(
-                self.config.dataset, seed=seed, size=PROBLEMS_PER_SEED, **self.config.options
+                self.config.dataset, seed=seed, size=self._set_size, **self.config.options
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
@@ -198,19 +202,17 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     def _drawn(self, split: str) -> list[Prompt]:
         taken = {prompt.facts["question"] for prompts in self._splits.values() for prompt in prompts}
         drawn: list[Prompt] = []
-        index, num_barren = 0, 0
-        while len(drawn) < self._sizes[split] and num_barren < _MAX_BARREN_DRAWS:
+        for index in range(self._set_size):
+            if len(drawn) == self._sizes[split]:
+                break
             entry = self._sets[split][index]
-            num_barren += 1
             if entry["question"] not in taken:
                 taken.add(entry["question"])
                 drawn.append(self._prompt(f"{self.config.dataset}-{split}-{len(drawn)}", split, index, entry))
-                num_barren = 0
-            index += 1
         if len(drawn) < self._sizes[split]:
             raise ConfigError(
-                f"task.num_{split}: reasoning-gym's set {self.config.dataset} has no new problem",
-                seen=f"{len(drawn)} problems, then {_MAX_BARREN_DRAWS} repetitions in a row",
+                f"task.num_{split}: reasoning-gym's set {self.config.dataset} has too few problems",
+                seen=f"{len(drawn)} new ones in {self._set_size} draws",
                 expected=f"{self._sizes[split]}",
                 remedy=f"lower task.num_{split}, or choose task.options with more problems",
             )

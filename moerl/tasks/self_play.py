@@ -17,6 +17,7 @@ from pydantic import Field
 from moerl.contract.episodes import ExpertTask, SampledTurn, Session
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
+from moerl.sections import Count, Digits, Share, Terms
 from moerl.tasks.chain_sum import ChainSumTask, ChainSumTaskConfig, solve
 from moerl.tasks.section import TaskSection
 
@@ -31,8 +32,21 @@ class SelfPlayTaskConfig(TaskSection):
     """Sums that the policy writes, and solves."""
 
     name: Literal["self_play"] = Field(description="Task.")
-    sums: ChainSumTaskConfig = Field(description="Sums of dev and heldout, whose starts train has, and bounds of those that are written.")
+    min_terms: Terms = Field(description="Fewest terms of a sum.")
+    max_terms: Terms = Field(description="Most terms of a sum.")
+    min_digits: Digits = Field(description="Fewest digits of a term.")
+    max_digits: Digits = Field(description="Most digits of a term.")
+    num_train: Count = Field(description="Training prompts.")
+    worked_probability: dict[int, Share] = Field(
+        description="Per number of terms: share of the solvers of a cold start that show their work."
+    )
     num_solvers: Annotated[int, Field(ge=2, le=64)] = Field(description="Solvers of a sum that the proposer writes.")
+
+    @property
+    def sums(self) -> ChainSumTaskConfig:
+        """Settings of the sums."""
+        values = self.model_dump(exclude={"name", "num_solvers"})
+        return ChainSumTaskConfig(name="chain_sum", **values)
 
     def open(self) -> SelfPlayTask:
         return SelfPlayTask(self)
@@ -48,7 +62,8 @@ class SelfPlayTask(ExpertTask):
 
     def __init__(self, config: SelfPlayTaskConfig) -> None:
         self.config = config
-        self._sums = ChainSumTask(config.sums)
+        self._bounds = config.sums
+        self._sums = ChainSumTask(self._bounds)
         self._reserved: frozenset[str] | None = None
 
     def size(self, split: str) -> int:
@@ -118,15 +133,15 @@ class SelfPlayTask(ExpertTask):
         return Prompt("", text, {"expression": expression, "answer": answer, "num_terms": num_terms})
 
     def _is_valid(self, expression: str) -> bool:
-        sums = self.config.sums
+        bounds = self._bounds
         if not _SUM.fullmatch(expression):
             return False
         terms = expression.split()[::2]
         digits = {len(term) for term in terms}
         return (
-            sums.min_terms <= len(terms) <= sums.max_terms
+            bounds.min_terms <= len(terms) <= bounds.max_terms
             and len(digits) == 1
-            and sums.min_digits <= digits.pop() <= sums.max_digits
+            and bounds.min_digits <= digits.pop() <= bounds.max_digits
             and not any(len(term) > 1 and term[0] == "0" for term in terms)
             and expression not in self._held_back()
         )

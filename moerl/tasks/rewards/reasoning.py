@@ -7,11 +7,8 @@ from typing import Any
 
 from moerl.tasks.rewards.builtin import Score
 
-PROBLEMS_PER_SEED = 1_000_000_000
-"""Size of a set: far above what is drawn of it."""
 
-
-def reasoning(*, dataset: str, options: Mapping[str, Any]) -> Score:
+def reasoning(*, dataset: str, size: int, options: Mapping[str, Any]) -> Score:
     """Makes a reward of the set's own score, from 0 to 1. A row has the `seed` of a set and the `index` of the problem:
     the problem itself may hold what no process can be sent."""
     # Seconds to import, and only in the process of such a reward.
@@ -22,7 +19,7 @@ def reasoning(*, dataset: str, options: Mapping[str, Any]) -> Score:
     def score(row: Mapping[str, Any], response: str) -> float:
         seed = row["seed"]
         if seed not in sets:
-            sets[seed] = reasoning_gym.create_dataset(dataset, seed=seed, size=PROBLEMS_PER_SEED, **options)
+            sets[seed] = reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options)
         return float(sets[seed].score_answer(response, sets[seed][row["index"]]))
 
     return score

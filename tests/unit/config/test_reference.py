@@ -21,7 +21,7 @@ def test_types_read_as_a_newcomer_would_write_them():
     assert types["keep_routing.mode"] == "off | rollout | trainer"
     assert types["keep_routing.reference"] == "off | rollout | trainer or null"
     assert types["keep_routing.verify"] == "every | off or int >= 1"
-    assert types["task.name"] == "chain_sum | dataset | environment | guess | jsonl"
+    assert types["task.name"] == "chain_sum | dataset | environment | guess | jsonl | reasoning_gym | self_play"
     assert types["task.worked_probability"] == "mapping of int to float >= 0, <= 1"
     assert types["model.path"] == "path or null"
     assert types["task.rewards"] == "mapping of text to settings"

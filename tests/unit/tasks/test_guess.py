@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from moerl.contract.episodes import EpisodeTask, SampledTurn
-from moerl.contract.ports import Chat, DemonstrationTask, Prompt
+from moerl.contract.episodes import ExpertTask, SampledTurn
+from moerl.contract.ports import Chat, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, EpisodeError
 from moerl.tasks.guess import GuessTask, GuessTaskConfig
@@ -77,14 +77,14 @@ def test_splits_are_disjoint_and_hold_every_problem() -> None:
     assert task.prompts("dev", 3) == splits["dev"][:3]
 
 
-def test_it_is_a_task_of_episodes_with_demonstrations_inside_the_range() -> None:
+def test_the_expert_guesses_any_number_of_the_range_and_not_always_the_same() -> None:
     task = GuessTask(config())
-    assert isinstance(task, EpisodeTask)
-    assert isinstance(task, DemonstrationTask)
+    assert isinstance(task, ExpertTask)
     prompts = task.prompts("train", 50)
-    guesses = task.demonstrations(prompts, seed=1)
-    assert guesses == task.demonstrations(prompts, seed=1)
-    assert all(p.facts["low"] <= int(text) <= p.facts["low"] + 9 for p, text in zip(prompts, guesses, strict=True))
+    guesses = [task.expert(p, "", text, 1) for p in prompts for text in ("", "higher")]
+    assert guesses == [task.expert(p, "", text, 1) for p in prompts for text in ("", "higher")]
+    lows = [p.facts["low"] for p in prompts for _ in range(2)]
+    assert {int(guess) - low for guess, low in zip(guesses, lows, strict=True)} == set(range(10))
 
 
 def test_too_few_problems_are_refused() -> None:

@@ -16,7 +16,9 @@ from moerl.tasks.dataset import DatasetTaskConfig
 from moerl.tasks.environment import EnvironmentTaskConfig
 from moerl.tasks.guess import GuessTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig
+from moerl.tasks.reasoning_gym import ReasoningGymTaskConfig
 from moerl.tasks.registry import TASK_SECTIONS
+from moerl.tasks.self_play import SelfPlayTaskConfig
 
 PARITY = '''
 from typing import Literal
@@ -86,6 +88,8 @@ def test_the_tasks_are_those_of_the_modules_with_a_section():
         EnvironmentTaskConfig,
         GuessTaskConfig,
         JsonlTaskConfig,
+        ReasoningGymTaskConfig,
+        SelfPlayTaskConfig,
     ] == TASK_SECTIONS
 
 
