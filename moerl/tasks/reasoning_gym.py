@@ -1,7 +1,7 @@
 """The `reasoning_gym` task: problems of one of reasoning-gym's sets, in several tries. Runs in the controller.
 
-The policy answers, the set's own score judges, and a wrong answer gets feedback and another try. As plain text a turn is
-the answer; in a conversation it stands between ``<answer>`` and ``</answer>``.
+The policy answers, the set's own score judges, and a wrong answer gets feedback and another try. As plain text a turn
+is the answer; in a conversation it stands between ``<answer>`` and ``</answer>``.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
             return None
         if not self.has_chats:
             return turn.text
-        before, start, last = turn.text.rpartition("<answer>")
+        _, start, last = turn.text.rpartition("<answer>")
         answer, end, _ = last.partition("</answer>")
         return answer.strip() if start and end else None
 

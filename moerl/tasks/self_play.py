@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -70,7 +70,7 @@ class SelfPlayTask(ExpertTask):
         return self._sums.size(split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
-        """Returns the first `count` prompts of a split: of train starts of sums, of the others given sums. `ConfigError`
+        """Returns the first `count` prompts of a split: starts of sums in train, given sums in the others. `ConfigError`
         if the split has fewer."""
         prompts = self._sums.prompts(split, count)
         if split != "train":

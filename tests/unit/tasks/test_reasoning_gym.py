@@ -141,9 +141,9 @@ def test_sets_and_settings_that_are_not_there_are_refused() -> None:
         opened("task.dataset=chain_sums")
     with pytest.raises(ConfigError, match=r"task\.options.*refuses them"):
         opened("task.dataset=chain_sum", "task.options={minimum: 3}")
+    small = opened(SUMS[0], SUMS[1].replace("4", "2"), "task.num_train=400")
     with pytest.raises(ConfigError, match=r"task\.num_train.*too few problems"):
-        task = opened(SUMS[0], SUMS[1].replace("4", "2"), "task.num_train=400")
-        task.prompts("train", 1)
+        small.prompts("train", 1)
     with pytest.raises(ConfigError, match="that many prompts"):
         opened().prompts("dev", 9)
     with pytest.raises(ConfigError, match="unknown split"):
