@@ -70,8 +70,8 @@ class SelfPlayTask(ExpertTask):
         return self._sums.size(split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
-        """Returns the first `count` prompts of a split: starts of sums in train, given sums in the others. `ConfigError`
-        if the split has fewer."""
+        """Returns the first `count` prompts of a split: starts of sums in train, given sums in the others.
+        `ConfigError` if the split has fewer."""
         prompts = self._sums.prompts(split, count)
         if split != "train":
             return prompts
