@@ -75,15 +75,9 @@ def test_a_run_of_two_agents_learns_both_from_an_expert_and_trains_each_session_
 @pytest.mark.parametrize("text_as", ["raw", "chat"])
 def test_a_run_on_a_set_of_reasoning_gym_tries_again(text_as: str, forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    keys = (
-        "recipe=tiny",
-        "task=reasoning_gym",
-        "task.dataset=chain_sum",
-        f"rl.steps={STEPS}",
-        f"task.text_as={text_as}",
-    )
-    sizes = ("task.num_train=100", "task.num_dev=8", "task.num_heldout=8", "rollout.max_new_tokens=96")
-    finished = forked.run("train", *keys, *sizes, "rollout.max_running=4", f"run_dir='{run}'")
+    keys = ("recipe=tiny", "task=reasoning_gym", "task.dataset=chain_sum", f"task.text_as={text_as}")
+    sizes = ("task.num_train=100", "task.num_dev=8", "task.num_heldout=8", f"rl.steps={STEPS}")
+    finished = forked.run("train", *keys, *sizes, "rollout.max_new_tokens=96", f"run_dir='{run}'")
     assert finished.status == 0, finished.output
     for trajectory in trained(run):
         num_turns = sum(turn.kind is TurnKind.SAMPLED for turn in trajectory.turns)
