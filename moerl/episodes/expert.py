@@ -28,6 +28,18 @@ class ExpertRules:
     """Most tokens of a session."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTurn:
+    """Place of a turn in its session."""
+
+    start: int
+    """Tokens before it."""
+    end: int
+    """Tokens up to its end."""
+    is_whole: bool
+    """False if it was cut off at its limit, as a turn of the policy would be; it is not learned then."""
+
+
 @dataclass(slots=True, eq=False)
 class ExpertSession:
     """A `Session` whose turns are an expert's."""
@@ -44,8 +56,8 @@ class ExpertSession:
     """All sessions of the episode, oldest first."""
     first: int = 0
     """Number of tokens that were there before the session began."""
-    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Start and end of each turn, in tokens."""
+    turns: list[ExpertTurn] = field(default_factory=list[ExpertTurn])
+    """Turns so far."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Rewards as in `Session`; nobody reads them."""
     _texts: list[str] = field(default_factory=list[str])
@@ -75,19 +87,16 @@ class ExpertSession:
         text = text[: min(ends)] if ends else text
         ids = [*texts.encode(text), *([] if ends else [self.rules.end])]
         limit = self.num_left if max_tokens is None else min(max_tokens, self.num_left)
-        if len(ids) > limit:
-            raise EpisodeError(
-                "episode: a turn of the expert is longer than it may be",
-                seen=f"{len(ids)} tokens",
-                expected=f"at most {limit}",
-                remedy="raise rollout.max_new_tokens",
-            )
-        end_text = "" if ends else texts.decode([self.rules.end])
-        self.turns.append((len(self.ids), len(self.ids) + len(ids)))
+        is_whole = len(ids) <= limit
+        end_text = texts.decode([self.rules.end]) if is_whole and not ends else ""
+        if not is_whole:
+            ids = ids[:limit]
+            text = texts.decode(ids)
+        self.turns.append(ExpertTurn(len(self.ids), len(self.ids) + len(ids), is_whole))
         self.ids += ids
         self.text += text + end_text
         self._texts.append(self.text)
-        return SampledTurn(text, tuple(ids), FinishReason.STOP, end_text)
+        return SampledTurn(text, tuple(ids), FinishReason.STOP if is_whole else FinishReason.LENGTH, end_text)
 
     def credit(self, reward: float, turn: int = -1) -> None:
         """Leaves a reward aside: an expert's turns are learned as they are."""
@@ -104,7 +113,7 @@ class ExpertSession:
             text, ids = self.text, list(self.ids)
         else:
             text = self._texts[num_turns]
-            ids = self.ids[: self.turns[num_turns - 1][1] if num_turns else self.first]
+            ids = self.ids[: self.turns[num_turns - 1].end if num_turns else self.first]
         return ExpertSession(self.rules, agent_id, text, ids, self.family, len(ids))
 
     def open(self, text: str, agent_id: str = "") -> ExpertSession:
@@ -116,18 +125,18 @@ class ExpertSession:
 
     @property
     def learned(self) -> tuple[list[int], list[bool]]:
-        """Tokens up to the end of the last turn; and of each, True if the expert wrote it in this session."""
-        end = self.turns[-1][1] if self.turns else 0
-        is_learned = [False] * end
-        for start, stop in self.turns:
-            is_learned[start:stop] = [True] * (stop - start)
-        return self.ids[:end], is_learned
+        """Tokens up to the end of the last whole turn; and of each, True if it is of a whole turn of this session."""
+        whole = [turn for turn in self.turns if turn.is_whole]
+        is_learned = [False] * (whole[-1].end if whole else 0)
+        for turn in whole:
+            is_learned[turn.start : turn.end] = [True] * (turn.end - turn.start)
+        return self.ids[: len(is_learned)], is_learned
 
 
 def play_expert(
     task: ExpertTask, prompts: Sequence[Prompt], texts: Texts, end: int, *, max_new_tokens: int, seed: int
 ) -> list[ExpertSession]:
-    """Plays one episode for each prompt; returns the sessions that have turns, in order.
+    """Plays one episode for each prompt; returns the sessions that have whole turns, in order.
 
     Args:
         end: token that ends a turn.
@@ -135,7 +144,7 @@ def play_expert(
         seed: the expert's draws depend on it.
 
     Raises:
-        ConfigError: an episode fails; the error names the prompt.
+        ConfigError: an episode fails, or none of its turns is whole; the error names the prompt.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -161,5 +170,13 @@ async def _play_all(
             raise ConfigError(
                 f"{task.place(prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
             ) from error
-        found += [session for session in family if session.turns]
+        learned = [session for session in family if any(turn.is_whole for turn in session.turns)]
+        if not learned:
+            raise ConfigError(
+                f"{task.place(prompt)}: an episode of the expert has no whole turn",
+                seen=f"{sum(len(session.turns) for session in family)} turns, cut off",
+                expected="a turn that ends",
+                remedy="raise rollout.max_new_tokens",
+            )
+        found += learned
     return found

@@ -10,6 +10,7 @@ from episode_texts import TEXTS
 
 from moerl.contract.episodes import ExpertTask, Session
 from moerl.contract.ports import Prompt
+from moerl.contract.trajectory import FinishReason
 from moerl.episodes.expert import ExpertSession, play_expert
 from moerl.errors import ConfigError, EpisodeError
 
@@ -89,13 +90,24 @@ def test_a_text_that_stops_a_turn_is_its_end() -> None:
     assert session.learned[0] == [*ids("ab"), *ids("go")]
 
 
-@pytest.mark.parametrize("limit", [None, 3])
-def test_a_turn_that_is_longer_than_it_may_be_is_refused_with_its_prompt(limit: int | None) -> None:
+def test_a_turn_that_was_cut_off_is_not_learned() -> None:
     async def play(session: Session) -> None:
-        await session.sample(limit)
+        await session.sample()
+        session.observe("x")
+        turn = await session.sample(2)
+        assert (turn.token_ids, turn.finish_reason, turn.end_text) == (tuple(ids("go")), FinishReason.LENGTH, "")
 
-    with pytest.raises(ConfigError, match=r"^p: .*turn of the expert is longer.*max_new_tokens"):
-        shown(play, "o" * (12 if limit is None else 3))
+    (session,), _ = shown(play)
+    assert session.learned == ([*ids("ab"), *ids("go"), END], [False, False, True, True, True])
+
+
+def test_an_episode_without_a_whole_turn_is_refused_with_its_prompt() -> None:
+    async def play(session: Session) -> None:
+        await session.sample()
+        assert session.is_over
+
+    with pytest.raises(ConfigError, match=r"^p: .*no whole turn.*max_new_tokens"):
+        shown(play, "o" * 12)
 
 
 def test_sessions_have_no_more_room_than_those_of_rollouts() -> None:
@@ -114,4 +126,6 @@ def test_an_expert_has_no_door() -> None:
         with pytest.raises(EpisodeError, match="no door"):
             session.serve(Prompt("p", "ab"))
 
-    assert shown(play)[0] == []
+        await session.sample()
+
+    assert len(shown(play)[0]) == 1
