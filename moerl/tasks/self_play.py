@@ -113,7 +113,8 @@ class SelfPlayTask(ExpertTask):
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns the texts of `task=chain_sum`, and prompts of the proposer."""
-        return [*self._sums.tokenizer_texts(count), *(p.text for p in self.prompts("train", min(count, 1000)))]
+        prompts = self.prompts("train", min(count, self.size("train")))
+        return [*self._sums.tokenizer_texts(count), *(prompt.text for prompt in prompts)]
 
     async def _solve(self, problem: Prompt, solver: Session) -> float:
         """Has a solver answer, and rewards it; returns 1 if it was right, else 0."""

@@ -120,3 +120,9 @@ def test_the_expert_plays_both_agents(task: SelfPlayTask) -> None:
         proposer, *solvers = played(task, prompt, rest, *[solution] * 4)
         assert (proposer.rewards["valid"], proposer.rewards["solved"]) == (1.0, 1.0)
         assert len(solvers) == 4
+
+
+def test_a_tokenizer_sees_the_prompts_of_both_agents(task: SelfPlayTask) -> None:
+    texts = task.tokenizer_texts(10**6)
+    assert sum(text.startswith("Continue the sum: ") for text in texts) == 200
+    assert any(text.endswith("=\n") for text in texts)
