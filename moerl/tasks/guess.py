@@ -28,6 +28,8 @@ HELDOUT_POOL = 2048
 """Problems of the held-out split, at most; those of a quarter of all ranges."""
 _FEWEST_RANGES = 8
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_HINTED = re.compile(r"([0-9]+)[^0-9]*?(higher|lower)")
+_EXPERT_LISTENS = 0.5
 HINTS = ("higher", "lower", "no number")
 """Texts of the environment, without the newlines around them."""
 
@@ -110,9 +112,13 @@ class GuessTask(ExpertTask, ChatTask):
         return {"reward": float(found), "accuracy": float(found), "guesses": float(num_guesses)}
 
     def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
-        """Returns any number of the range, whatever the hints say: the cold start shows the form of a game alone."""
+        """Returns any number that the hints leave, or, in every second turn or so, any of the range: there is something
+        to learn."""
         draw = random.Random(f"{seed}/{prompt.prompt_id}/{text}")
-        return str(draw.randint(prompt.facts["low"], prompt.facts["low"] + self.config.span))
+        low, high = prompt.facts["low"], prompt.facts["low"] + self.config.span
+        for number, hint in _HINTED.findall(text) if draw.random() < _EXPERT_LISTENS else ():
+            low, high = (max(low, int(number) + 1), high) if hint == HINTS[0] else (low, min(high, int(number) - 1))
+        return str(draw.randint(low, high))
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns questions, numbers and hints, and the roles of messages."""

@@ -79,14 +79,18 @@ def test_splits_hold_every_problem_and_no_range_of_another_split() -> None:
     assert task.prompts("dev", 3) == splits["dev"][:3]
 
 
-def test_the_expert_guesses_any_number_of_the_range_and_not_always_the_same() -> None:
+def test_the_expert_listens_to_hints_in_some_turns_alone() -> None:
     task = GuessTask(config())
     assert isinstance(task, ExpertTask)
-    prompts = task.prompts("train", 50)
-    guesses = [task.expert(p, "", text, 1) for p in prompts for text in ("", "higher")]
-    assert guesses == [task.expert(p, "", text, 1) for p in prompts for text in ("", "higher")]
-    lows = [p.facts["low"] for p in prompts for _ in range(2)]
-    assert {int(guess) - low for guess, low in zip(guesses, lows, strict=True)} == set(range(10))
+    text = "A number from 10 to 19:\n12<eos>\nhigher\n17<eos>\nlower\n"
+    guesses = [int(task.expert(PROMPT, "", text, seed)) for seed in range(400)]
+    assert guesses == [int(task.expert(PROMPT, "", text, seed)) for seed in range(400)]
+    assert set(guesses) == set(range(10, 20))
+    # Half of the turns listen, and of the others four in ten fall between the hints.
+    assert 0.6 < sum(12 < guess < 17 for guess in guesses) / 400 < 0.8
+    assert {int(task.expert(PROMPT, "", "A number from 10 to 19:\n", seed)) for seed in range(200)} == set(
+        range(10, 20)
+    )
 
 
 def test_too_few_problems_are_refused() -> None:
