@@ -11,7 +11,7 @@ from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledT
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.episodes.play import Texts
-from moerl.errors import ConfigError, EpisodeError, MoerlError
+from moerl.errors import ConfigError, EpisodeError, MoerlError, closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,8 @@ def play_expert(
     Raises:
         ConfigError: an episode fails, or none of its turns is whole; the error names the prompt.
     """
-    loop = asyncio.new_event_loop()
-    try:
+    with closing(asyncio.new_event_loop()) as loop:
         return loop.run_until_complete(_play_all(task, prompts, texts, end, max_new_tokens, seed))
-    finally:
-        loop.close()
 
 
 async def _play_all(
