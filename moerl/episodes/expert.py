@@ -101,6 +101,9 @@ class ExpertSession:
     def credit(self, reward: float, turn: int = -1) -> None:
         """Leaves a reward aside: an expert's turns are learned as they are."""
 
+    def count_calls(self, number: int) -> None:
+        """Leaves calls uncounted: limits of episodes (`episode.max_calls` and others) are those of the policy."""
+
     def observe(self, text: str) -> None:
         self.ids += self.rules.texts.encode(text)
         self.text += text
