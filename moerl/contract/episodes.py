@@ -190,6 +190,22 @@ class EpisodeTask(Task, Protocol):
         return unused
 
 
+@runtime_checkable
+class ExpertTask(EpisodeTask, Protocol):
+    """A task with an expert that plays in the place of the policy. A supervised cold start learns its turns, in all
+    sessions of an episode, and none of the environment's texts."""
+
+    def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
+        """Returns the next turn of the expert, without the token that ends it; a pure function of the arguments.
+
+        Args:
+            agent_id: name of the agent whose turn it is.
+            text: of its session so far, with the prompt, and with end tokens of earlier turns as text.
+            seed: draws depend on it.
+        """
+        ...
+
+
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
     `asyncio.to_thread`, a call that hangs neither takes the place of others nor keeps the process from its end."""

@@ -10,9 +10,14 @@ import numpy as np
 from moerl.batching.order import batch_indices
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TextSample
+from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask
+from moerl.episodes.expert import play_expert
+from moerl.episodes.play import Texts
+from moerl.errors import closing
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import pack_options, pack_text_minibatch
+from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.run import Run
 from moerl.orchestration.tokenizer import encode_checked
@@ -21,8 +26,11 @@ STAGE = "sft"
 
 
 def demonstrations(run: Run, end: int) -> list[TextSample]:
-    """Returns the demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
+    """Returns the demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not.
+    Of episodes, an expert's turns."""
     config, task, tokenizer = run.config, run.task, run.tokenizer
+    if isinstance(task, ExpertTask):
+        return _played(run, task, end)
     # `moerl.orchestration.task_texts` refused a task without demonstrations before anything started.
     assert isinstance(task, DemonstrationTask)
     prompts = task.prompts("train", config.sft.num_examples)
@@ -33,6 +41,29 @@ def demonstrations(run: Run, end: int) -> list[TextSample]:
         token_ids = np.array(prompt_ids + response_ids, np.int32)
         samples.append(TextSample(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)))
     return samples
+
+
+def _played(run: Run, task: ExpertTask, end: int) -> list[TextSample]:
+    """Returns the sessions of an expert's episodes; its turns are learned."""
+    config, tokenizer = run.config, run.tokenizer
+
+    def encode(text: str) -> list[int]:
+        return encode_checked(tokenizer, text)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    with closing(ChatWriter(tokenizer, config.task.template_options)) as writer:
+        sessions = play_expert(
+            task,
+            task.prompts("train", config.sft.num_examples),
+            Texts(encode, decode, writer.write),
+            end,
+            max_new_tokens=config.rollout.max_new_tokens,
+            seed=config.seed,
+        )
+    learned = [session.learned for session in sessions]
+    return [TextSample(np.array(ids, np.int32), np.array(is_learned)) for ids, is_learned in learned]
 
 
 def train(run: Run, model_path: Path, output: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.problems import wanted_problems
 from moerl.config.schema import RunConfig
+from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask
 from moerl.errors import ConfigError
 from moerl.orchestration.tokenizer import encode_checked
@@ -80,7 +81,10 @@ def _check_length(
 
 
 def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
-    """Returns the demonstrations of a cold start. Raises `ConfigError` if the task does not have that many."""
+    """Returns the demonstrations of a cold start; none of an expert, whose episodes keep the limits of the prompts.
+    Raises `ConfigError` if the task does not have that many."""
+    if isinstance(task, ExpertTask):
+        return []
     if not isinstance(task, DemonstrationTask):
         raise ConfigError(
             "sft.steps: the task has no demonstrations to learn from",

@@ -15,19 +15,21 @@ from typing import Literal
 from pydantic import Field
 
 from moerl.contract.conversation import Conversation
-from moerl.contract.episodes import EpisodeTask, Session
-from moerl.contract.ports import Chat, ChatTask, DemonstrationTask, Prompt
+from moerl.contract.episodes import ExpertTask, Session
+from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
 from moerl.tasks.section import TaskSection
 
 DEV_POOL = 512
-"""Problems of the dev split; fewer if there are less than eight times as many problems."""
+"""Problems of the dev split, at most; those of an eighth of all ranges."""
 HELDOUT_POOL = 2048
-"""Problems of the held-out split; fewer if there are less than four times as many problems."""
-_FEWEST_PROBLEMS = 16
+"""Problems of the held-out split, at most; those of a quarter of all ranges."""
+_FEWEST_RANGES = 8
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_HINTED = re.compile(r"([0-9]+)[^0-9]*?(higher|lower)")
+_EXPERT_LISTENS = 0.5
 HINTS = ("higher", "lower", "no number")
 """Texts of the environment, without the newlines around them."""
 
@@ -47,18 +49,18 @@ class GuessTaskConfig(TaskSection):
         return GuessTask(self)
 
     def check(self, *, sft_steps: int) -> None:
-        num_problems = max(self.largest - self.span, 0) * (self.span + 1)
-        if num_problems < _FEWEST_PROBLEMS:
+        num_ranges = max(self.largest - self.span, 0)
+        if num_ranges < _FEWEST_RANGES:
             raise ConfigError(
-                "task.largest and task.span: too few problems",
-                seen=f"{num_problems} problems",
-                expected=f"at least {_FEWEST_PROBLEMS}: (largest - span) x (span + 1)",
+                "task.largest and task.span: too few ranges",
+                seen=f"{num_ranges} ranges: largest - span",
+                expected=f"at least {_FEWEST_RANGES}",
                 remedy="raise task.largest",
             )
 
 
-class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
-    """Ranges with a number in each; all problems that there are, in a fixed order, cut into three splits."""
+class GuessTask(ExpertTask, ChatTask):
+    """Ranges with a number in each: all problems that there are. Each split has ranges of its own."""
 
     open_vocabulary = False
     repeatable = True
@@ -110,12 +112,14 @@ class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
                     session.observe(f"\n{hint}\n")
         return {"reward": float(found), "accuracy": float(found), "guesses": float(num_guesses)}
 
-    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
-        """Returns a first guess for each prompt: any number of its range, a pure function of `seed` and the prompt."""
-        return [
-            str(random.Random(f"{seed}/{p.prompt_id}").randint(p.facts["low"], p.facts["low"] + self.config.span))
-            for p in prompts
-        ]
+    def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
+        """Returns any number that the hints leave, or, in every second turn or so, any of the range: there is something
+        to learn."""
+        draw = random.Random(f"{seed}/{prompt.prompt_id}/{text}")
+        low, high = prompt.facts["low"], prompt.facts["low"] + self.config.span
+        for number, hint in _HINTED.findall(text) if draw.random() < _EXPERT_LISTENS else ():
+            low, high = (max(low, int(number) + 1), high) if hint == HINTS[0] else (low, min(high, int(number) - 1))
+        return str(draw.randint(low, high))
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns questions, numbers and hints, and the roles of messages."""
@@ -145,12 +149,21 @@ class GuessTask(EpisodeTask, DemonstrationTask, ChatTask):
 
 @cache
 def _splits(largest: int, span: int) -> dict[str, Sequence[tuple[int, int]]]:
-    """Returns the problems (low, secret) of each split, drawn without replacement."""
-    problems = [(low, low + place) for low in range(1, largest - span + 1) for place in range(span + 1)]
-    random.Random(0).shuffle(problems)
-    num_dev, num_heldout = min(DEV_POOL, len(problems) // 8), min(HELDOUT_POOL, len(problems) // 4)
-    return {
-        "dev": problems[:num_dev],
-        "heldout": problems[num_dev : num_dev + num_heldout],
-        "train": problems[num_dev + num_heldout :],
+    """Returns the problems (low, secret) of each split, in a fixed order. A range is in one split alone: in training
+    one learns which numbers of a range are never asked for."""
+    draw = random.Random(0)
+    lows = list(range(1, largest - span + 1))
+    draw.shuffle(lows)
+    num_dev = max(min(DEV_POOL // (span + 1), len(lows) // 8), 1)
+    num_heldout = max(min(HELDOUT_POOL // (span + 1), len(lows) // 4), 1)
+    of_split = {
+        "dev": lows[:num_dev],
+        "heldout": lows[num_dev : num_dev + num_heldout],
+        "train": lows[num_dev + num_heldout :],
     }
+    splits: dict[str, Sequence[tuple[int, int]]] = {}
+    for split, chosen in of_split.items():
+        problems = [(low, low + place) for low in chosen for place in range(span + 1)]
+        draw.shuffle(problems)
+        splits[split] = problems
+    return splits

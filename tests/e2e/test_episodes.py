@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,6 +74,36 @@ def test_a_run_of_episodes_trains_every_turn_under_its_own_routes(forked: Runs, 
     finished = forked.run("train", *GUESS, f"run_dir='{run}'")
     assert finished.status == 0, finished.output
     assert_whole(run)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_agents_learns_both_from_an_expert_and_trains_each_session_once(
+    forked: Runs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    keys = ("recipe=tiny", "task=self_play", "task.num_train=200", f"rl.steps={STEPS}", "algorithm.credit=agent")
+    finished = forked.run("train", *keys, "sft.steps=60", "rollout.max_new_tokens=64", f"run_dir='{run}'")
+    assert finished.status == 0, finished.output
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    assert (ledger.issued, ledger.trained, ledger.pending) == (STEPS * PER_STEP, STEPS * PER_STEP, 0)
+    sessions = trained(run)
+    agents = Counter(t.lineage.agent_id for t in sessions)
+    valid = sum(t.rewards["valid"] for t in sessions if t.lineage.agent_id == "proposer")
+    assert set(agents) <= {"proposer", "solver"}
+    assert (agents["proposer"], agents["solver"]) == (STEPS * PER_STEP, 4 * valid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text_as", ["raw", "chat"])
+def test_a_run_on_a_set_of_reasoning_gym_tries_again(text_as: str, forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = ("recipe=tiny", "task=reasoning_gym", "task.dataset=chain_sum", f"task.text_as={text_as}")
+    sizes = ("task.num_train=100", "task.num_dev=8", "task.num_heldout=8", f"rl.steps={STEPS}")
+    finished = forked.run("train", *keys, *sizes, "rollout.max_new_tokens=96", f"run_dir='{run}'")
+    assert finished.status == 0, finished.output
+    for trajectory in trained(run):
+        num_turns = sum(turn.kind is TurnKind.SAMPLED for turn in trajectory.turns)
+        assert num_turns == trajectory.rewards["tries"]
 
 
 @pytest.mark.slow

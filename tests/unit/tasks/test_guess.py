@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from moerl.contract.episodes import EpisodeTask, SampledTurn
-from moerl.contract.ports import Chat, DemonstrationTask, Prompt
+from moerl.contract.episodes import ExpertTask, SampledTurn
+from moerl.contract.ports import Chat, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, EpisodeError
 from moerl.tasks.guess import GuessTask, GuessTaskConfig
@@ -68,23 +68,29 @@ def test_an_episode_ends_with_its_guesses_or_its_tokens() -> None:
     assert played(FakeSession(["11"]))[1] == 1.0
 
 
-def test_splits_are_disjoint_and_hold_every_problem() -> None:
+def test_splits_hold_every_problem_and_no_range_of_another_split() -> None:
     task = GuessTask(config())
     splits = {name: task.prompts(name, task.size(name)) for name in ("train", "dev", "heldout")}
     problems = [(p.facts["low"], p.facts["secret"]) for prompts in splits.values() for p in prompts]
     assert len(set(problems)) == len(problems) == 90 * 10
+    ranges = {name: {p.facts["low"] for p in prompts} for name, prompts in splits.items()}
+    assert sum(map(len, ranges.values())) == 90
     assert len({p.prompt_id for prompts in splits.values() for p in prompts}) == len(problems)
     assert task.prompts("dev", 3) == splits["dev"][:3]
 
 
-def test_it_is_a_task_of_episodes_with_demonstrations_inside_the_range() -> None:
+def test_the_expert_listens_to_hints_in_some_turns_alone() -> None:
     task = GuessTask(config())
-    assert isinstance(task, EpisodeTask)
-    assert isinstance(task, DemonstrationTask)
-    prompts = task.prompts("train", 50)
-    guesses = task.demonstrations(prompts, seed=1)
-    assert guesses == task.demonstrations(prompts, seed=1)
-    assert all(p.facts["low"] <= int(text) <= p.facts["low"] + 9 for p, text in zip(prompts, guesses, strict=True))
+    assert isinstance(task, ExpertTask)
+    text = "A number from 10 to 19:\n12<eos>\nhigher\n17<eos>\nlower\n"
+    guesses = [int(task.expert(PROMPT, "", text, seed)) for seed in range(400)]
+    assert guesses == [int(task.expert(PROMPT, "", text, seed)) for seed in range(400)]
+    assert set(guesses) == set(range(10, 20))
+    # Half of the turns listen, and of the others four in ten fall between the hints.
+    assert 0.6 < sum(12 < guess < 17 for guess in guesses) / 400 < 0.8
+    assert {int(task.expert(PROMPT, "", "A number from 10 to 19:\n", seed)) for seed in range(200)} == set(
+        range(10, 20)
+    )
 
 
 def test_too_few_problems_are_refused() -> None:
@@ -99,11 +105,11 @@ def test_too_few_problems_are_refused() -> None:
 def test_prompts_of_messages_are_written_by_the_template_once_and_dropped_together() -> None:
     task = GuessTask(config(text_as="chat"))
     assert task.has_chats
-    size = task.size("train")
+    splits = ("train", "dev", "heldout")
     write = lambda p: replace(p, text=f"<u>{p.chat.messages[0]['content']}") if p.facts["low"] > 1 else None  # noqa: E731
     task.write_prompts(cast(Any, write))
-    prompts = task.prompts("train", task.size("train"))
-    assert size - 10 <= len(prompts) < size
+    prompts = [prompt for split in splits for prompt in task.prompts(split, task.size(split))]
+    assert len(prompts) == 89 * 10
     assert {p.text for p in prompts} == {f"<u>A number from {low} to {low + 9}:" for low in range(2, 91)}
 
 

@@ -19,7 +19,9 @@ from moerl.tasks.guess import GuessTaskConfig
 from moerl.tasks.gymnasium_text import GymnasiumTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig
 from moerl.tasks.open_env import OpenEnvTaskConfig
+from moerl.tasks.reasoning_gym import ReasoningGymTaskConfig
 from moerl.tasks.registry import TASK_SECTIONS
+from moerl.tasks.self_play import SelfPlayTaskConfig
 from moerl.tasks.text_arena import TextArenaTaskConfig
 
 PARITY = '''
@@ -93,6 +95,8 @@ def test_the_tasks_are_those_of_the_modules_with_a_section():
         GymnasiumTaskConfig,
         JsonlTaskConfig,
         OpenEnvTaskConfig,
+        ReasoningGymTaskConfig,
+        SelfPlayTaskConfig,
         TextArenaTaskConfig,
     ] == TASK_SECTIONS
 
