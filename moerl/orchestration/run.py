@@ -338,12 +338,6 @@ class Run:
         every = self.config.dump.rollouts_every
         return bool(every) and (step == 1 or step % every == 0)
 
-    def dump(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]) -> None:
-        """Writes the rollouts of a step as ``rollouts/step-<step>.parquet``."""
-        path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
-        with writing(path):
-            write_parquet(path, trajectories, texts=texts, prompts=prompts)
-
     def summary(self, *, steps: int, engine_bytes: int = 0) -> RunSummary:
         """Returns the numbers of the run so far.
 
