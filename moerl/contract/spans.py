@@ -5,7 +5,6 @@ Pure; numpy alone. Dumps and tables of evaluations have them in a column `spans`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,5 +85,12 @@ def _spans(
 def _texts(ids: Sequence[int], cuts: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Returns the text of ids in parts, which add up to it: a character whose tokens are cut is in the later part."""
     whole = decode(ids)
-    places = [len(os.path.commonprefix([decode(ids[:cut]), whole])) for cut in cuts]
+    places = [_num_equal(decode(ids[:cut]), whole) for cut in cuts]
     return [whole[a:b] for a, b in zip([0, *places], [*places, len(whole)], strict=True)]
+
+
+def _num_equal(text: str, whole: str) -> int:
+    """Returns the number of characters at the start that two texts share."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), min(len(text), len(whole))
+    )

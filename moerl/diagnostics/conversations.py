@@ -179,10 +179,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def _named(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    said = [
-        f"{excerpt(name, _SHOWN_CALL)}({excerpt(', '.join(f'{key}={value!r}' for key, value in values.items()), _SHOWN_CALL)})"
-        for name, values in calls[:_MAX_CALLS]
-    ]
+    said: list[str] = []
+    for name, values in calls[:_MAX_CALLS]:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        said.append(f"{excerpt(name, _SHOWN_CALL)}({excerpt(arguments, _SHOWN_CALL)})")
     return ", ".join(said) + (f", and {len(calls) - _MAX_CALLS} more" if len(calls) > _MAX_CALLS else "")
 
 

@@ -22,7 +22,6 @@ from moerl.contract.files import atomic_file, writing
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trainer import Stage, Trainer, UpdateReport
-from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.machine.stop_signals import StopRequest
