@@ -111,7 +111,9 @@ def _number(row: Row) -> int:
 def _session(
     row: Row, by_id: Mapping[str, Row], of_episode: Mapping[str, float], limits: ShownLimits, *, is_alone: bool
 ) -> SpokenSession:
-    turns = [*_turns(row)]
+    parent = by_id.get(str(row.get("parent_rollout_id") or ""))
+    behind = 0 if parent is None else _turn_before(parent, row["fork_at"])
+    turns = [*_turns(row, [] if parent is None else _calls_of(parent, behind))]
     kept, left = limits.turns // 2, len(turns) - limits.turns
     if left > 0:
         turns = [*turns[: limits.turns - kept], SpokenTurn("", f"[... {left} turns ...]", ()), *turns[-kept:]]
@@ -122,31 +124,35 @@ def _session(
         return SpokenSession("", shown)
     named = f"session {_number(row)}" + (f", agent {agent}" if agent else "")
     about = f"{row.get('num_sampled')} tokens, {row.get('finish_reason')}"
-    return SpokenSession(f"{named}: {_origin(row, by_id)} ({about})", shown, rewards)
-
-
-def _origin(row: Row, by_id: Mapping[str, Row]) -> str:
-    """Returns the edge of a fork, or the source of the prompt."""
-    parent_id, fork_at = str(row.get("parent_rollout_id") or ""), int(row.get("fork_at") or 0)
-    if not parent_id:
+    if parent is not None:
+        origin = f"fork of session {_number(parent)}, behind its turn {behind} (token {row['fork_at']})"
+    elif row.get("parent_rollout_id"):
+        origin = f"fork of {row['parent_rollout_id']}, behind token {row['fork_at']}"
+    else:
         is_first = not row.get("episode_id") or row.get("rollout_id") == row.get("episode_id")
-        return "the episode's prompt" if is_first else "a prompt of its own"
-    parent = by_id.get(parent_id)
-    if parent is None:
-        return f"fork of {parent_id}, behind token {fork_at}"
-    end, behind = 0, 0
-    for span in parent[SPANS]:
+        origin = "the episode's prompt" if is_first else "a prompt of its own"
+    return SpokenSession(f"{named}: {origin} ({about})", shown, rewards)
+
+
+def _turn_before(row: Row, place: int) -> int:
+    """Returns the number of the last turn that ends at a token or before it; 0 if none does."""
+    end, found = 0, 0
+    for span in row[SPANS]:
         end += span["num_tokens"]
-        behind = span["turn"] if span["turn"] and end <= fork_at else behind
-    return f"fork of session {_number(parent)}, behind its turn {behind} (token {fork_at})"
+        found = span["turn"] if span["turn"] and end <= place else found
+    return found
 
 
-def _turns(row: Row) -> Iterator[SpokenTurn]:
-    called: list[str] = []
+def _calls_of(row: Row, turn: int) -> list[tuple[str, dict[str, Any]]]:
+    return calls_in("".join(span["text"] for span in row[SPANS] if span["turn"] == turn)) if turn else []
+
+
+def _turns(row: Row, called: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[SpokenTurn]:
+    """Yields the turns of a session. called: calls of the turn that it goes on from."""
     for turn in _by_turn(row[SPANS]):
         kind, number = turn[0]["kind"], turn[0]["turn"]
         num_tokens = sum(span["num_tokens"] for span in turn)
-        about = _counted(num_tokens, "token")
+        about = counted(num_tokens, "token")
         if kind == SHARED:
             continue
         if not number:
@@ -154,8 +160,7 @@ def _turns(row: Row) -> Iterator[SpokenTurn]:
             yield SpokenTurn(who, f"{who} ({about})", (Piece(turn[0]["text"]),))
             continue
         versions = list(dict.fromkeys(span["version"] for span in turn))
-        calls = calls_in("".join(span["text"] for span in turn))
-        called = [name for name, _ in calls]
+        called = calls = calls_in("".join(span["text"] for span in turn))
         about += f", {'version' if len(versions) == 1 else 'versions'} {', '.join(map(str, versions))}"
         about += ", stop" if turn[-1]["has_end"] else ", cut"
         title = f"policy, turn {number} ({about})" + (f", calls {_named(calls)}" if calls else "")
@@ -174,7 +179,8 @@ def _by_turn(spans: Sequence[Row]) -> Iterator[list[Row]]:
         yield turn
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """Returns a number with its unit: 1 token, 2 tokens."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 

@@ -11,7 +11,14 @@ import pyarrow as pa
 from rich.console import Console
 
 from moerl.contract.dump_columns import SPANS
-from moerl.diagnostics.conversations import ShownLimits, conversation_of, episodes_of, is_conversation, rewards_of
+from moerl.diagnostics.conversations import (
+    ShownLimits,
+    conversation_of,
+    counted,
+    episodes_of,
+    is_conversation,
+    rewards_of,
+)
 from moerl.diagnostics.responses import ENVIRONMENT, FOLDERS, REWARD, read_responses, response_files
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
@@ -73,9 +80,9 @@ def _show(title: str, episode: Sequence[Mapping[str, Any]], console: Console) ->
         return
     sampled = sum(row["num_sampled"] for row in episode)
     turns = sum(max((span["turn"] for span in row[SPANS]), default=0) for row in episode)
-    about = f"{len(episode)} sessions, {turns} turns, " if len(episode) > 1 else f"{turns} turns, "
+    about = f"{len(episode)} sessions, " if len(episode) > 1 else ""
     seconds = [row[ENVIRONMENT] for row in episode if row.get(ENVIRONMENT) is not None]
-    about += f"{sampled} tokens, {episode[0]['finish_reason']}"
+    about += f"{counted(turns, 'turn')}, {counted(sampled, 'token')}, {episode[0]['finish_reason']}"
     about += f", {sum(seconds):.3g} s in the environment" if seconds else ""
     print(f"\n{printable(_head(title, episode[0], about))}")
     is_colored = console.color_system is not None and not console.no_color
