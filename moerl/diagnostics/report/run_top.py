@@ -10,6 +10,7 @@ from moerl.diagnostics.report.data import Headline, Report, Sample
 from moerl.diagnostics.report.sections import LEVELS, PageSection, figure
 from moerl.diagnostics.report.words import escaped, number
 
+_REGION = 'tabindex="0" role="region" aria-label="conversation"'
 NUM_COLORS = 6
 """Colours of versions that the page's style has, `by0` and so on."""
 
@@ -54,7 +55,7 @@ def _said(sample: Sample) -> str:
     colors = {version: place % NUM_COLORS for place, version in enumerate(versions_of(sample.sessions))}
     legend = "".join(f'<span class="by{color}">version {version}</span>' for version, color in colors.items())
     shown = "".join(_session(each, colors) for each in sample.sessions)
-    return f'<div class="legend">{legend}</div><div class="talk" tabindex="0">{shown}</div>'
+    return f'<div class="legend">{legend}</div><div class="talk" {_REGION}>{shown}</div>'
 
 
 def _session(session: SpokenSession, colors: Mapping[int, int]) -> str:
