@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from moerl.diagnostics.conversations import Piece, SpokenSession, SpokenTurn
+from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn
 from moerl.diagnostics.report.data import (
     Decomposition,
     Evidence,
@@ -165,11 +165,13 @@ def strip(text: str, num_tokens: int) -> Strip:
 
 def conversation(text: str) -> tuple[SpokenSession, ...]:
     """A session and its fork; two versions sampled the first turn."""
-    first = SpokenTurn("policy", f"policy, turn 1, calls add({text})", (Piece("It is ", 3), Piece(f"2.\n{text}", 4)))
-    tools = SpokenTurn("tools", "tools (3 tokens)", (Piece(f"\n4 {text}\n"),))
+    first = SpokenTurn(
+        "policy", f"policy, turn 1, calls add({text})", (SpokenPiece("It is ", 3), SpokenPiece(f"2.\n{text}", 4))
+    )
+    tools = SpokenTurn("tools", "tools (3 tokens)", (SpokenPiece(f"\n4 {text}\n"),))
     left = SpokenTurn("", "[... 8 turns ...]", ())
     return (
-        SpokenSession(f"session 0: {text}", (SpokenTurn("prompt", "prompt", (Piece(text),)), first, tools, left)),
+        SpokenSession(f"session 0: {text}", (SpokenTurn("prompt", "prompt", (SpokenPiece(text),)), first, tools, left)),
         SpokenSession("session 1, agent x: fork of session 0, behind its turn 1 (token 9)", (first,), {"reward": 0.5}),
     )
 

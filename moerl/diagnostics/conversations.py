@@ -21,7 +21,7 @@ _SHOWN_CALL, _MAX_CALLS = 60, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SpokenPiece:
     """Text that one version sampled, or that the policy did not write."""
 
     text: str
@@ -39,7 +39,7 @@ class SpokenTurn:
     turns that are left out."""
     title: str
     """Author, with number, length, versions, end and calls."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SpokenPiece, ...]
     """Texts, in order."""
 
 
@@ -157,14 +157,14 @@ def _turns(row: Row, called: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterato
             continue
         if not number:
             who = "prompt" if kind == "prompt" else "tools" if called else "environment"
-            yield SpokenTurn(who, f"{who} ({about})", (Piece(turn[0]["text"]),))
+            yield SpokenTurn(who, f"{who} ({about})", (SpokenPiece(turn[0]["text"]),))
             continue
         versions = list(dict.fromkeys(span["version"] for span in turn))
         called = calls = calls_in("".join(span["text"] for span in turn))
         about += f", {'version' if len(versions) == 1 else 'versions'} {', '.join(map(str, versions))}"
         about += ", stop" if turn[-1]["has_end"] else ", cut"
         title = f"policy, turn {number} ({about})" + (f", calls {_named(calls)}" if calls else "")
-        yield SpokenTurn("policy", title, tuple(Piece(span["text"], span["version"]) for span in turn))
+        yield SpokenTurn("policy", title, tuple(SpokenPiece(span["text"], span["version"]) for span in turn))
 
 
 def _by_turn(spans: Sequence[Row]) -> Iterator[list[Row]]:
@@ -222,19 +222,19 @@ def _call(value: object) -> tuple[str, dict[str, Any]] | None:
     return (name, cast("dict[str, Any]", arguments)) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-def _shortened(pieces: Sequence[Piece], limit: int) -> tuple[Piece, ...]:
+def _shortened(pieces: Sequence[SpokenPiece], limit: int) -> tuple[SpokenPiece, ...]:
     """Returns pieces with the middle of their text left out if it is longer than the limit."""
     length, half = sum(len(piece.text) for piece in pieces), limit // 2
     if length <= limit:
         return tuple(pieces)
-    shown: list[Piece] = []
+    shown: list[SpokenPiece] = []
     start, is_cut = 0, False
     for piece in pieces:
         end = start + len(piece.text)
         head, tail = piece.text[: max(half - start, 0)], piece.text[max(length - half - start, 0) :]
         shown += [replace(piece, text=head)] if head else []
         if end > half and not is_cut:
-            shown.append(Piece(f"\n[... {length - 2 * half} characters ...]\n"))
+            shown.append(SpokenPiece(f"\n[... {length - 2 * half} characters ...]\n"))
             is_cut = True
         shown += [replace(piece, text=tail)] if tail else []
         start = end

@@ -1,7 +1,7 @@
 """An episode in the terminal: a conversation, with the weight version of every sampled text. Torch-free.
 
-Where there are colours, each version has one, and a legend names them. Elsewhere titles have the versions, and a turn
-that several versions sampled has them in front of its lines.
+With colours, each version has one, and a legend names them. Without, titles have the versions, and a turn that several
+versions sampled has them in front of its lines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from moerl.diagnostics.conversations import Piece, SpokenSession, SpokenTurn, versions_of
+from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn, versions_of
 from moerl.printable import printable
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red")
@@ -60,5 +60,5 @@ def _plain(turn: SpokenTurn) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def _mark(piece: Piece) -> str:
+def _mark(piece: SpokenPiece) -> str:
     return "" if piece.version is None else f"v{piece.version}"

@@ -1,4 +1,4 @@
-"""Metrics of episodes in a batch: turns, sessions, who wrote the tokens, and where the time went.
+"""Metrics of episodes in a batch: turns, sessions, authors of tokens, and time.
 
 Pure; numpy alone. Runs in the controller. Names, units and meanings: docs/metrics.md.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,11 +21,11 @@ PROMPT, SAMPLED, OBSERVATION = TurnKind.PROMPT, TurnKind.SAMPLED, TurnKind.OBSER
 END = 7
 
 
-def decode(ids: list[int]) -> str:
+def decode(ids: Sequence[int]) -> str:
     return "".join(f"{number}." for number in ids)
 
 
-def episode(**changes: object) -> Trajectory:
+def episode(**changes: Any) -> Trajectory:
     """Tokens 0 to 9: two of a prompt, three sampled, two observed, three sampled; the first turn ends with its end."""
     layout = Layout(((PROMPT, 2, None), (SAMPLED, 3, FULL), (OBSERVATION, 2, None), (SAMPLED, 3, FULL)))
     ids = np.array([10, 11, 12, 13, END, 20, 21, 14, 15, 16], np.int32)
@@ -50,7 +52,7 @@ def test_the_tokens_of_a_fork_that_are_its_parents_have_no_text() -> None:
 
 
 def test_a_character_whose_tokens_two_versions_sampled_is_in_the_later_span() -> None:
-    def of_bytes(ids: list[int]) -> str:
+    def of_bytes(ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
     ids = np.frombuffer("ab\u00e9c".encode(), np.uint8).astype(np.int32) % 200

@@ -10,7 +10,7 @@ import pytest
 from episode_dumps import write_dump
 
 from moerl import cli
-from moerl.diagnostics.conversations import Piece, SpokenSession, SpokenTurn
+from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn
 from moerl.launch.episode_text import conversation_text
 
 
@@ -82,7 +82,7 @@ def test_a_terminal_shows_versions_by_colour_with_a_legend(
 
 @pytest.mark.parametrize("is_colored", [False, True])
 def test_texts_and_titles_of_a_conversation_have_no_control_characters(is_colored: bool):
-    turn = SpokenTurn("policy", "policy \x1b[2J", (Piece("a\x1b[2J\u202e", 3), Piece("b\x07", 4)))
+    turn = SpokenTurn("policy", "policy \x1b[2J", (SpokenPiece("a\x1b[2J\u202e", 3), SpokenPiece("b\x07", 4)))
     session = SpokenSession("agent \x1b]0;", (turn,))
     shown = conversation_text([session], is_colored=is_colored).plain
     assert not {"\x1b", "\x07", "\u202e"} & {*shown}
