@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn
 from moerl.diagnostics.report.data import (
     Decomposition,
     Evidence,
@@ -21,6 +22,7 @@ from moerl.diagnostics.report.data import (
     Slice,
     Strip,
     StripToken,
+    StripTurn,
     Swap,
     Unread,
     Verdict,
@@ -139,7 +141,7 @@ def full_report(text: str = "an ordinary text", *, num_layers: int = 6) -> Repor
             Headline("Mismatch gap", "1.2e-02 nats", ("3 times its floor", text), "note"),
         ),
         samples=(
-            Sample("Highest reward, 1", f"What is 1 + 1? {text}", f"It is 2.\n{text}"),
+            Sample("Highest reward, 1", f"What is 1 + 1? {text}", f"It is 2.\n{text}", conversation(text)),
             Sample("Lowest reward, 0", "What is 12 + 13 + 14?", "5 tokens" + " and more" * 40),
         ),
         samples_from=f"Of 192 responses in a file {text}",
@@ -157,7 +159,21 @@ def strip(text: str, num_tokens: int) -> Strip:
         else:
             d = 0.0004 * (-3.0) ** (n % 9)
             tokens.append(StripToken(word, True, d, -0.3, n % 3, 0 if n % 2 else 12, 4))
-    return Strip(f"rollout {text}", "largest gap", tuple(tokens))
+    turns = (StripTurn(0, "prompt"), StripTurn(5, f"policy, turn 1 {text}"))
+    return Strip(f"rollout {text}", "largest gap", tuple(tokens), turns)
+
+
+def conversation(text: str) -> tuple[SpokenSession, ...]:
+    """A session and its fork; two versions sampled the first turn."""
+    first = SpokenTurn(
+        "policy", f"policy, turn 1, calls add({text})", (SpokenPiece("It is ", 3), SpokenPiece(f"2.\n{text}", 4))
+    )
+    tools = SpokenTurn("tools", "tools (3 tokens)", (SpokenPiece(f"\n4 {text}\n"),))
+    left = SpokenTurn("", "[... 8 turns ...]", ())
+    return (
+        SpokenSession(f"session 0: {text}", (SpokenTurn("prompt", "prompt", (SpokenPiece(text),)), first, tools, left)),
+        SpokenSession("session 1, agent x: fork of session 0, behind its turn 1 (token 9)", (first,), {"reward": 0.5}),
+    )
 
 
 def long_report(num_steps: int = 10_000, num_layers: int = 48, num_metrics: int = 100) -> Report:

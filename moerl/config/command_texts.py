@@ -200,7 +200,8 @@ DIAGNOSE = CommandText(
 SAMPLES = CommandText(
     "show responses of a run: the best and the worst, by set, by step",
     "Reads the dumped rollouts and the tables of evaluations in a run directory, and prints responses with their\n"
-    "prompts and rewards, those with the highest and those with the lowest reward first.",
+    "prompts and rewards, those with the highest and those with the lowest reward first. Episodes are shown as\n"
+    "conversations; the weight version that sampled a text is its colour, or is written if there are none.",
     (
         ("moerl samples runs/wide", "of the newest dump or evaluation"),
         ("moerl samples runs/wide --of rollouts/step-000010.parquet --by reward_right --count 5", "of one file"),

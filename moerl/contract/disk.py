@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,21 @@ from moerl.contract.dump_columns import (
     SAMPLING,
     SCALARS,
     SCORE,
+    SPAN,
+    SPANS,
     SPEC,
     TEXTS,
     TIMING,
     TURN,
     VERSION_KEY,
     check_columns,
+    types_of,
 )
 from moerl.contract.files import atomic_file
 from moerl.contract.footers import Footer, measured_footer, read_footer
 from moerl.contract.parquet import most_bytes, opened
 from moerl.contract.reasons import Reason
+from moerl.contract.spans import ReadableSpan
 from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
@@ -72,6 +77,7 @@ def write_parquet(
     *,
     texts: Sequence[str] | None = None,
     prompts: Sequence[str] | None = None,
+    spans: Sequence[Sequence[ReadableSpan]] | None = None,
 ) -> None:
     """Writes a dump; the file appears whole or not at all.
 
@@ -80,12 +86,14 @@ def write_parquet(
         trajectories: At least one.
         texts: Decoded response per trajectory for a column `text`, for people.
         prompts: Decoded prompt per trajectory for a column `prompt`, for people.
+        spans: Spans per trajectory for a column `spans`, for people.
 
     Raises:
         ContractError: No trajectories, not as many texts or prompts, texts that are none, or models with different
             expert dtypes in one file.
     """
-    for_people = {name: column for name, column in zip(TEXTS, (prompts, texts), strict=True) if column is not None}
+    given = zip((*TEXTS, SPANS), (prompts, texts, spans), strict=True)
+    for_people: dict[str, Sequence[Any]] = {name: column for name, column in given if column is not None}
     if not trajectories or any(len(column) != len(trajectories) for column in for_people.values()):
         lengths = [f"{len(column)} of column {name}" for name, column in for_people.items()]
         raise ContractError(
@@ -95,9 +103,8 @@ def write_parquet(
             expected="at least one trajectory, and a text for each or no texts",
             remedy="skip the dump if there is nothing to write",
         )
-    for column in for_people.values():
-        for text in column:
-            _check_encodes(text)
+    for text in (*(texts or ()), *(prompts or ()), *(span.text for row in spans or () for span in row)):
+        _check_encodes(text)
     schema = _schema(trajectories, tuple(for_people))
     options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": _WITH_DICTIONARY}
     with atomic_file(Path(path)) as temporary:
@@ -233,7 +240,7 @@ def _schema(trajectories: Sequence[Trajectory], for_people: tuple[str, ...]) -> 
     columns = [pa.field(name, dtype, nullable=False) for name, (dtype, _) in SCALARS.items()]
     columns += [pa.field(REWARD + name, pa.float64()) for name in _names(trajectories, "rewards")]
     columns += [pa.field(TIMING + name, pa.float64()) for name in _names(trajectories, "timings")]
-    columns += [pa.field(name, pa.string(), nullable=False) for name in for_people]
+    columns += [pa.field(name, types_of(name)[0], nullable=False) for name in for_people]
     columns += [pa.field("turns", pa.list_(TURN), nullable=False)]
     first = trajectories[0]
     columns += [
@@ -244,14 +251,16 @@ def _schema(trajectories: Sequence[Trajectory], for_people: tuple[str, ...]) -> 
     return pa.schema(columns, metadata={VERSION_KEY: DISK_SCHEMA_VERSION})
 
 
-def _table(trajectories: Sequence[Trajectory], for_people: dict[str, Sequence[str]], schema: pa.Schema) -> pa.Table:
+def _table(trajectories: Sequence[Trajectory], for_people: dict[str, Sequence[Any]], schema: pa.Schema) -> pa.Table:
     columns: dict[str, pa.Array] = {
         name: pa.array([get(trajectory) for trajectory in trajectories], dtype)
         for name, (dtype, get) in SCALARS.items()
     }
     columns |= {name: _list_column([get(t) for t in trajectories]) for name, (_, get) in ARRAYS.items()}
     columns["turns"] = pa.array([[_turn_row(turn) for turn in t.turns] for t in trajectories], pa.list_(TURN))
-    columns |= {name: pa.array(column, pa.string()) for name, column in for_people.items()}
+    columns |= {name: pa.array(column, pa.string()) for name, column in for_people.items() if name != SPANS}
+    if SPANS in for_people:
+        columns[SPANS] = pa.array([[asdict(span) for span in row] for row in for_people[SPANS]], pa.list_(SPAN))
     for column in schema.names:
         if column.startswith(REWARD):
             name = column.removeprefix(REWARD)
@@ -292,7 +301,7 @@ def _turn(row: dict[str, Any] | None) -> Turn:
 
 
 def _read_group(file: pq.ParquetFile, group: int) -> Iterator[Trajectory]:
-    names = [name for name in file.schema_arrow.names if name not in TEXTS]
+    names = [name for name in file.schema_arrow.names if name not in (*TEXTS, SPANS)]
     table = file.read_row_group(group, columns=names)
     if table.num_rows != file.metadata.row_group(group).num_rows or table.column_names != names:
         raise _corrupt("rows", f"{table.num_rows} rows of {len(table.column_names)} columns")

@@ -17,7 +17,20 @@ DISK_SCHEMA_VERSION = "2"
 VERSION_KEY = b"moerl.schema_version"
 REWARD, SCORE, TIMING = "reward_", "score_", "timing_"
 TEXTS = ("prompt", "text")
+SPANS = "spans"
 """For people; not read back."""
+
+SPAN = pa.struct(
+    [
+        pa.field("kind", pa.string()),
+        pa.field("turn", pa.int32()),
+        pa.field("version", pa.int32()),
+        pa.field("num_tokens", pa.int32()),
+        pa.field("has_end", pa.bool_()),
+        pa.field("text", pa.string()),
+    ]
+)
+"""A `moerl.contract.spans.ReadableSpan`."""
 
 TURN = pa.struct(
     [
@@ -76,6 +89,8 @@ def types_of(name: str) -> tuple[pa.DataType, ...]:
         return tuple(pa.list_(each) for each in ARRAYS[name][0])
     if name == "turns":
         return (pa.list_(TURN),)
+    if name == SPANS:
+        return (pa.list_(SPAN),)
     if name in TEXTS:
         return (pa.string(),)
     if name.startswith((REWARD, TIMING)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from moerl.diagnostics.report.data import (
     Slice,
     Strip,
     StripToken,
+    StripTurn,
     Unread,
     Verdict,
 )
@@ -350,7 +352,23 @@ def _strip(
                 version if version >= 0 else None,
             )
         )
-    return Strip(rollout.name, why, tuple(tokens))
+    return Strip(rollout.name, why, tuple(tokens), _strip_turns(rollout, first, first + len(tokens)))
+
+
+def _strip_turns(rollout: DumpedRollout, first: int, end: int) -> tuple[StripTurn, ...]:
+    """Returns the turns of a rollout that begin in a part of it; none if there is a single one."""
+    changes = (np.diff(rollout.turns) != 0) | (rollout.sampled[1:] != rollout.sampled[:-1])
+    starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+    if sum(bool(rollout.sampled[start]) for start in starts) < 2:
+        return ()
+    turns: list[StripTurn] = []
+    number = 0
+    for start, behind in itertools.pairwise([*starts, len(rollout)]):
+        number += bool(rollout.sampled[start])
+        name = f"policy, turn {number}" if rollout.sampled[start] else "environment" if start else "prompt"
+        if behind > first and start < end:
+            turns.append(StripTurn(max(start - first, 0), name))
+    return tuple(turns)
 
 
 def _empty(unusable: Unusable) -> tuple[Finding, ...]:

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moerl.contract.dump_columns import LINEAGE, SPANS, TEXTS
 from moerl.contract.parquet import columns_of, read_batches
 
 FOLDERS = ("rollouts", "evaluations")
 """Folders of a run directory that hold responses."""
 REWARD = "reward_reward"
 """Column of the reward that was trained on."""
+ENVIRONMENT = "timing_environment_seconds"
+"""Column of the seconds that an episode spent in its environment."""
 _READ_ROWS = 1000
-_SHOWN = ("set", "prompt_id", "place", "sample", "finish_reason", "num_sampled", "prompt", "text")
+_SHOWN = ("set", "prompt_id", "place", "sample", "finish_reason", "num_sampled", *TEXTS, SPANS, *LINEAGE, ENVIRONMENT)
 
 
 def response_files(run_dir: Path) -> list[Path]:

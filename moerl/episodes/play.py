@@ -15,7 +15,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +26,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
 from moerl.episodes.limits import EpisodeLimits, Meter
+from moerl.episodes.patience import Patience
 from moerl.episodes.session import TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer
@@ -117,30 +117,6 @@ class _BrokenAnswerError(Exception):
         self.record, self.error = record, error
 
 
-@dataclass(slots=True, eq=False)
-class Patience:
-    """Clock of an environment: stands still while any session of the episode waits for the engine."""
-
-    limit: asyncio.Timeout
-    """Limit of the episode."""
-    seconds: float
-    """Seconds that the environment has from the end of a wait on."""
-    num_waiting: int = 0
-    """Sessions that wait for the engine."""
-
-    @contextmanager
-    def waiting(self) -> Generator[None]:
-        self.num_waiting += 1
-        if not self.limit.expired():
-            self.limit.reschedule(None)
-        try:
-            yield
-        finally:
-            self.num_waiting -= 1
-            if not self.num_waiting and not self.limit.expired():
-                self.limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
-
-
 class _Play:
     """One episode that is being played. Belongs to the event loop."""
 
@@ -154,8 +130,9 @@ class _Play:
         """Plays it to its end, of whatever kind."""
         texts, seconds = self._stage.texts, self._stage.turn_seconds
         limit = asyncio.timeout(seconds)
-        waiting, serve = Patience(limit, seconds).waiting, partial(open_door, self._stage.server)
-        voice = Voice(self._ask, texts.encode, texts.decode, self._render, waiting, serve)
+        patience = Patience(limit, seconds, asyncio.get_running_loop().time)
+        serve = partial(open_door, self._stage.server)
+        voice = Voice(self._ask, texts.encode, texts.decode, self._render, patience.waiting, serve)
         rewards: list[dict[str, float]] = []
         error, failed_reward = None, None
         try:
@@ -177,7 +154,8 @@ class _Play:
             error = _failed(f"no request for {seconds:g} s" if limit.expired() else _text(problem))
         if error is None and not rewards:
             error = _failed("no token was sampled")
-        return self._played(rewards, error, failed_reward)
+        patience.ran()
+        return self._played(rewards, error, failed_reward, patience.environment_seconds)
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
         try:
@@ -196,7 +174,11 @@ class _Play:
         return await in_thread(lambda: self._stage.texts.render(messages, tools, ask))
 
     def _played(
-        self, rewards: Sequence[dict[str, float]], error: ContractError | None, failed_reward: str | None
+        self,
+        rewards: Sequence[dict[str, float]],
+        error: ContractError | None,
+        failed_reward: str | None,
+        environment_seconds: float,
     ) -> PlayedEpisode:
         """Returns the end of the episode. rewards: of each session with a turn, unless there is an error."""
         records: list[RolloutRecord] = []
@@ -208,6 +190,8 @@ class _Play:
                 values = session.record()
                 if error is None:
                     values["rewards"] = rewards[number]
+                if not number:
+                    values["timings"] |= {"environment_seconds": environment_seconds}
                 version = int(values["policy_versions"].max())
                 records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
         except ContractError as broken:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from rich.console import Console
 
-from moerl.diagnostics.responses import FOLDERS, REWARD, read_responses, response_files
+from moerl.contract.dump_columns import SPANS
+from moerl.diagnostics.conversations import (
+    ShownLimits,
+    conversation_of,
+    counted,
+    episodes_of,
+    is_conversation,
+    rewards_of,
+)
+from moerl.diagnostics.responses import ENVIRONMENT, FOLDERS, REWARD, read_responses, response_files
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
+from moerl.launch.episode_text import conversation_text
 from moerl.printable import printable
 from moerl.telemetry.terminal import excerpt, excerpt_lines
 
 USAGE = "moerl samples RUN_DIR [--of FILE] [--set NAME] [--by COLUMN] [--count N] [--best | --worst]"
 SHOWN_CHARACTERS = 2000
 """Characters shown of a prompt, and of a response, at most."""
+_LIMITS = ShownLimits(sessions=20, turns=100, characters=SHOWN_CHARACTERS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,15 +58,35 @@ def run_samples(options: argparse.Namespace) -> int:
     if options.by not in rows[0]:
         columns = ", ".join(name for name, value in rows[0].items() if isinstance(value, int | float))
         raise ConfigError("--by: no such column", seen=options.by, expected=columns, remedy="name one of them")
-    ranked = sorted(rows, key=lambda row: -(row[options.by] if row[options.by] is not None else float("-inf")))
+    episodes = episodes_of(rows)
+    values = [episode[0][options.by] for episode in episodes]
+    ranked = sorted(range(len(episodes)), key=lambda n: -(float("-inf") if values[n] is None else values[n]))
     count = max(1, options.count)
     worst = [] if options.best else ranked[max(0, len(ranked) - count) :]
     best = [] if options.worst else ranked[:count]
-    print(f"{path}: {len(rows)} responses, by {options.by}")
-    for title, chosen in (("highest", best), ("lowest", [row for row in worst if row not in best])):
-        for row in chosen:
-            print(_text(title, row))
+    sessions = f" in {len(episodes)} episodes" if len(episodes) < len(rows) else ""
+    print(f"{path}: {len(rows)} responses{sessions}, by {options.by}")
+    console = Console(highlight=False, soft_wrap=True)
+    for title, chosen in (("highest", best), ("lowest", [number for number in worst if number not in best])):
+        for number in chosen:
+            _show(title, episodes[number], console)
     return 0
+
+
+def _show(title: str, episode: Sequence[Mapping[str, Any]], console: Console) -> None:
+    if not is_conversation(episode):
+        for row in episode:
+            print(_text(title, row))
+        return
+    sampled = sum(row["num_sampled"] for row in episode)
+    turns = sum(max((span["turn"] for span in row[SPANS]), default=0) for row in episode)
+    about = f"{len(episode)} sessions, " if len(episode) > 1 else ""
+    seconds = [row[ENVIRONMENT] for row in episode if row.get(ENVIRONMENT) is not None]
+    about += f"{counted(turns, 'turn')}, {counted(sampled, 'token')}, {episode[0]['finish_reason']}"
+    about += f", {sum(seconds):.3g} s in the environment" if seconds else ""
+    print(f"\n{printable(_head(title, episode[0], about))}")
+    is_colored = console.color_system is not None and not console.no_color
+    console.print(conversation_text(conversation_of(episode, _LIMITS), is_colored=is_colored), markup=False)
 
 
 def _file(run_dir: Path, name: str | None) -> Path:
@@ -97,12 +130,13 @@ def _set_of(row: dict[str, Any]) -> str:
     return str(row.get("set") or str(row.get("prompt_id", "")).partition(":")[0])
 
 
-def _text(title: str, row: dict[str, Any]) -> str:
-    rewards = {name.removeprefix("reward_"): value for name, value in row.items() if name.startswith("reward_")}
-    values = "  ".join(f"{name} {value:g}" for name, value in rewards.items() if value is not None)
-    head = (
-        f"--- {title}: {row.get('prompt_id')}  {values}  ({row.get('num_sampled')} tokens, {row.get('finish_reason')})"
-    )
+def _head(title: str, row: Mapping[str, Any], about: str) -> str:
+    values = "  ".join(f"{name} {value:g}" for name, value in rewards_of(row).items())
+    return f"--- {title}: {row.get('prompt_id')}  {values}  ({about})"
+
+
+def _text(title: str, row: Mapping[str, Any]) -> str:
+    head = _head(title, row, f"{row.get('num_sampled')} tokens, {row.get('finish_reason')}")
     return "\n".join(
         ["", printable(head), _indented("prompt", row.get("prompt")), _indented("response", row.get("text"))]
     )

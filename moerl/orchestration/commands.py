@@ -19,7 +19,6 @@ from moerl.config.hub_model import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
-from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
 from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
@@ -191,9 +190,7 @@ def run_rollout(config: RunConfig) -> int:
             reporter.begin_part("scores")
             with closing(open_scorers(config, collector.tokenizer)) as scoring:
                 trajectories = scoring.of(trajectories)
-        texts = [collector.response(t) for t in trajectories]
-        with writing(path):
-            write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
+        collector.dump(path, trajectories)
         metrics = step_metrics.rollout_metrics(trajectories) | collector.take_counts()
         metrics["quarantine/count"] = float(collector.quarantine.num_refused)
         with writing(path.with_suffix(".json")), atomic_file(path.with_suffix(".json")) as file:

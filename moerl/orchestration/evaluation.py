@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moerl.contract.dump_columns import SPANS
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.ports import Prompt, WorkedTask
 from moerl.contract.trajectory import SamplingParams, Trajectory
@@ -113,7 +114,7 @@ def _rows(
     """Makes a row of the table for each response, in the order of the problems."""
     order = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     rows = []
-    for trajectory in trajectories:
+    for trajectory, spans in zip(trajectories, collector.spans(trajectories) or repeat(None), strict=False):
         prompt = prompts[order[trajectory.lineage.prompt_id]]
         sample = GREEDY_SAMPLE if greedy else int(trajectory.lineage.episode.rpartition("/")[2])
         rows.append(
@@ -127,6 +128,7 @@ def _rows(
                 "finish_reason": str(trajectory.finish_reason),
                 "prompt": prompt.text,
                 "text": prefixes.get(prompt.prompt_id, "") + collector.response(trajectory),
+                **({} if spans is None else {SPANS: [asdict(span) for span in spans]}),
                 **{f"reward_{name}": value for name, value in trajectory.rewards.items()},
             }
         )

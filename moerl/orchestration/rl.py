@@ -143,9 +143,7 @@ class RLStage:
     def _sample(self, step: int) -> list[Minibatch]:
         trajectories = self.groups.batch()
         if self.live is not None and self.run.is_dump_due(step + 1):
-            collector = self.live.collector
-            texts = [collector.response(t) for t in trajectories]
-            self.run.dump(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
+            self.live.collector.dump(self.config.run_dir / "rollouts" / f"step-{step + 1:06d}.parquet", trajectories)
         return self._ahead.packed(trajectories)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> list[Minibatch]:

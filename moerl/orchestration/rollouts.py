@@ -16,12 +16,15 @@ from moerl.buffer.turns import TurnMemory
 from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.contract.disk import write_parquet
 from moerl.contract.episodes import EpisodeTask
+from moerl.contract.files import writing
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
+from moerl.contract.spans import ReadableSpan, is_of_episode, spans_of
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.episodes.play import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
@@ -289,6 +292,18 @@ class Collector:
         wrote between turns."""
         ids = trajectory.token_ids[int(trajectory.sampled.argmax()) :].tolist()
         return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
+    def dump(self, path: Path, trajectories: Sequence[Trajectory]) -> None:
+        """Writes trajectories with their texts as a Parquet file. Raises as `write_parquet` does."""
+        texts, prompts = map(self.response, trajectories), map(self.prompt, trajectories)
+        with writing(path):
+            write_parquet(path, trajectories, texts=[*texts], prompts=[*prompts], spans=self.spans(trajectories))
+
+    def spans(self, trajectories: Sequence[Trajectory]) -> list[list[ReadableSpan]] | None:
+        """Returns the spans of each trajectory, with their texts; None unless one is of an episode in several turns."""
+        if not any(map(is_of_episode, trajectories)):
+            return None
+        return [spans_of(trajectory, self._decode, self.ends) for trajectory in trajectories]
 
     def _encode(self, text: str) -> list[int]:
         with self._decoding:

@@ -22,7 +22,6 @@ from moerl.contract.files import atomic_file, writing
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trainer import Stage, Trainer, UpdateReport
-from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.machine.stop_signals import StopRequest
@@ -337,12 +336,6 @@ class Run:
     def is_dump_due(self, step: int) -> bool:
         every = self.config.dump.rollouts_every
         return bool(every) and (step == 1 or step % every == 0)
-
-    def dump(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]) -> None:
-        """Writes the rollouts of a step as ``rollouts/step-<step>.parquet``."""
-        path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
-        with writing(path):
-            write_parquet(path, trajectories, texts=texts, prompts=prompts)
 
     def summary(self, *, steps: int, engine_bytes: int = 0) -> RunSummary:
         """Returns the numbers of the run so far.

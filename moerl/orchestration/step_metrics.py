@@ -17,6 +17,7 @@ from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
+from moerl.orchestration.episode_metrics import episode_metrics
 from moerl.telemetry.devices import peak_flops
 from moerl.telemetry.metrics import is_reward_name, named_reward_metric, score_metrics
 
@@ -128,12 +129,13 @@ def _effective_sample_share(table: RowTable) -> float:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns rewards by name, groups that teach nothing, length and kept sets of a batch of rollouts."""
+    """Returns rewards by name, groups that teach nothing, length, kept sets and episodes of a batch of rollouts."""
     lengths = np.array([t.num_sampled for t in trajectories])
     sizes = np.concatenate([t.kept.sizes[t.truncated] for t in trajectories])
     metrics = {
         **_reward_metrics(trajectories),
         **_score_metrics(trajectories),
+        **episode_metrics(trajectories),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([t.finish_reason is FinishReason.LENGTH for t in trajectories])),

@@ -89,6 +89,26 @@ _ALL = (
     Metric("response/length_mean", "token", "mean length of a response"),
     Metric("response/length_max", "token", "length of the longest response"),
     Metric("response/truncated", "1", "share of responses cut off at their longest length"),
+    Metric(
+        "episode/turns_mean", "turn", "mean turns of the policy in an episode, over all its sessions; of episodes alone"
+    ),
+    Metric("episode/turns_max", "turn", "turns of the episode with most"),
+    Metric("episode/sessions_mean", "session", "mean sessions of an episode in which something was sampled"),
+    Metric("episode/turn_tokens_mean", "token", "mean sampled tokens of a turn"),
+    Metric("episode/observed_share", "1", "observed tokens over those behind the prompts, sampled and observed"),
+    Metric(
+        "episode/environment_seconds",
+        "s",
+        "mean time of an episode in which none of its sessions waited for the engine",
+        deterministic=False,
+    ),
+    Metric(
+        "episode/sampling_seconds",
+        "s",
+        "mean time in which the engine sampled turns of an episode, without waiting for a slot; sessions side by side"
+        " are summed up",
+        deterministic=False,
+    ),
     Metric("groups/zero_variance", "group", "groups whose rewards are all equal: they teach nothing"),
     Metric("groups/zero_variance_share", "1", "the same, over all groups of the batch"),
     Metric("heldout/accuracy", "1", "share of right greedy answers on held-out problems"),
@@ -265,6 +285,12 @@ _NAMED_REWARD = Metric(
     "reward/<name>/mean", "reward", "mean of a named reward of the task's own, over the responses that have it"
 )
 
+_AGENT_REWARD = Metric(
+    "reward/agent/<id>/mean",
+    "reward",
+    "mean reward of the sessions of an agent, by its agent id; of the eight with most sessions, if agents have ids",
+)
+
 _FAILED_REWARD = Metric(
     "reward/<name>/failed", "1", "responses since the last step that a named reward failed on; none = it failed on none"
 )
@@ -312,18 +338,26 @@ def failed_reward_metric(name: str) -> str:
     return f"reward/{name or 'function'}/failed"
 
 
+def agent_reward_metric(agent_id: str) -> str:
+    """Returns the name of the metric of the mean reward of an agent. agent_id: a name as `is_reward_name` takes it."""
+    return f"reward/agent/{agent_id}/mean"
+
+
 def score_metrics(name: str) -> tuple[str, str]:
     """Returns the names of the metrics of a scorer: of its mean, and of its gap to the policy."""
     return f"score/{name}/mean", f"score/{name}/policy_gap"
 
 
 def is_registered(name: str) -> bool:
-    """Returns whether a metric is registered, by its name or as a metric of a named reward or a scorer."""
+    """Returns whether a metric is registered, by its name or as a metric of a named reward, an agent or a scorer."""
     if name in METRICS:
         return True
     if name.startswith("score/"):
         scorer = name.removeprefix("score/").rpartition("/")[0]
         return name in score_metrics(scorer) and is_reward_name(scorer)
+    agent = name.removeprefix("reward/agent/").removesuffix("/mean")
+    if name == agent_reward_metric(agent) and is_reward_name(agent):
+        return True
     stem = name.removeprefix("reward/").rpartition("/")[0]
     return name in (named_reward_metric(stem), failed_reward_metric(stem)) and is_reward_name(stem)
 
@@ -356,7 +390,7 @@ def reference_page() -> str:
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []
-    for metric in [*singles, _NAMED_REWARD, _FAILED_REWARD, *_SCORES, *tables]:
+    for metric in [*singles, _NAMED_REWARD, _AGENT_REWARD, _FAILED_REWARD, *_SCORES, *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
     return "\n".join([HEAD, *rows, "", TRACKERS])

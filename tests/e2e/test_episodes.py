@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from example_commands import EXAMPLES
 from moerl_runs import Fault, Runs, rows
@@ -69,11 +70,26 @@ def assert_whole(run: Path) -> None:
     assert all(row["replay/rows_verified"] > 0 for row in steps)
 
 
+def assert_shown(run: Path) -> None:
+    """Dumps and tables of evaluations have the spans of every episode, and steps have its metrics."""
+    for path in [*(run / "rollouts").glob("*.parquet"), *(run / "evaluations").glob("*.parquet")]:
+        for row in pq.read_table(path).to_pylist():
+            assert max(span["turn"] for span in row["spans"]) == row["reward_guesses"], path
+            assert sum(span["num_tokens"] for span in row["spans"] if span["turn"]) == row["num_sampled"]
+            behind = "".join(span["text"] for span in row["spans"][1:])
+            assert row["text"].replace("<eos>", "").startswith(behind), path
+    assert all(t.timings["environment_seconds"] > 0.0 for t in trained(run))
+    for row in rows(run):
+        if row["stage"] == "rl":
+            assert row["episode/turns_mean"] == pytest.approx(row["reward/guesses/mean"])
+
+
 def test_a_run_of_episodes_trains_every_turn_under_its_own_routes(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = forked.run("train", *GUESS, f"run_dir='{run}'")
     assert finished.status == 0, finished.output
     assert_whole(run)
+    assert_shown(run)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from moerl.diagnostics.conversations import SpokenSession
 from moerl.reading import read_file
 
 SCHEMA = "moerl-report-1"
@@ -128,6 +129,8 @@ class Sample:
     """Text."""
     response: str
     """Text."""
+    sessions: tuple[SpokenSession, ...] = ()
+    """Conversation of an episode in several turns; empty for a single response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,16 @@ class StripToken:
 
 
 @dataclass(frozen=True, slots=True)
+class StripTurn:
+    """Beginning of a turn in a strip."""
+
+    at: int
+    """First token, from 0."""
+    name: str
+    """Author, with the number of a turn of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
 class Strip:
     """One trajectory, token by token."""
 
@@ -243,6 +256,8 @@ class Strip:
     """Reason of the choice ("largest gap", "typical")."""
     tokens: tuple[StripToken, ...]
     """In order; long rollouts are cut."""
+    turns: tuple[StripTurn, ...] = ()
+    """Turns and texts between them; empty for a single turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ Named = tuple[str, Report]
 
 _BY_SCORER = ("logprob_abs_mean", "k3", "share_above_ln2")
 _TRAINED = "as trained"
-_SAMPLED = ("reward", "accuracy", "response", "groups")
+_SAMPLED = ("reward", "accuracy", "response", "groups", "episode")
 """First words of metrics of sampled responses."""
 _LEARNING = {
     "Reward": {

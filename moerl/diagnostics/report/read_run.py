@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pyarrow as pa
 import yaml
 
 from moerl.buffer.ledger import LEDGER_FILE
+from moerl.diagnostics.conversations import ShownLimits, conversation_of, episodes_of, is_conversation
 from moerl.diagnostics.report.data import SCHEMA, Report, Sample, read_report
 from moerl.diagnostics.report.of_run import About, report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
@@ -43,6 +44,7 @@ _MAX_ROWS = 10_000
 """Responses that samples are chosen from."""
 _PROMPT, _RESPONSE = 240, 480
 """Characters of a sample that are shown."""
+_LIMITS = ShownLimits(sessions=6, turns=16, characters=_RESPONSE)
 
 
 def report_of_directory(run_dir: Path) -> Report | None:
@@ -158,16 +160,17 @@ def _samples(run_dir: Path) -> tuple[tuple[Sample, ...], str]:
         return (), f"{name} cannot be read: {excerpt(str(error), 200)}"
     if not rows:
         return (), f"{name} holds no response with a reward."
-    ranked = sorted(rows, key=lambda row: -row[REWARD])
+    ranked = sorted(episodes_of(rows), key=lambda episode: -episode[0][REWARD])
     chosen = {"Highest reward": ranked[0]} | ({"Lowest reward": ranked[-1]} if len(ranked) > 1 else {})
-    samples = tuple(
-        Sample(f"{why}, {row[REWARD]:g}", _cut(row.get("prompt"), _PROMPT), _cut(row.get("text"), _RESPONSE))
-        for why, row in chosen.items()
-    )
-    return (
-        samples,
-        f"Of {len(rows):,} responses in {name}. More in a terminal: moerl samples {shlex.quote(str(run_dir))}",
-    )
+    samples = tuple(_sample(f"{why}, {episode[0][REWARD]:g}", episode) for why, episode in chosen.items())
+    many = f"{len(rows):,} responses" + (f" in {len(ranked):,} episodes" if len(ranked) < len(rows) else "")
+    return samples, f"Of {many} in {name}. More in a terminal: moerl samples {shlex.quote(str(run_dir))}"
+
+
+def _sample(why: str, episode: Sequence[Mapping[str, Any]]) -> Sample:
+    first = episode[0]
+    sessions = conversation_of(episode, _LIMITS) if is_conversation(episode) else ()
+    return Sample(why, _cut(first.get("prompt"), _PROMPT), _cut(first.get("text"), _RESPONSE), sessions)
 
 
 def _cut(text: object, limit: int) -> str:

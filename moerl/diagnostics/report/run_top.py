@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from moerl.diagnostics.conversations import SpokenSession, SpokenTurn, versions_of
 from moerl.diagnostics.report import figures
-from moerl.diagnostics.report.data import Headline, Report
+from moerl.diagnostics.report.data import Headline, Report, Sample
 from moerl.diagnostics.report.sections import LEVELS, PageSection, figure
-from moerl.diagnostics.report.words import escaped
+from moerl.diagnostics.report.words import escaped, number
+
+_REGION = 'tabindex="0" role="region" aria-label="conversation"'
+NUM_COLORS = 6
+"""Colours of versions that the page's style has, `by0` and so on."""
 
 
 def headlines(shown: Sequence[Headline]) -> str:
@@ -30,9 +35,7 @@ def _headline(one: Headline) -> str:
 def samples(report: Report) -> str:
     """Returns prompts with their responses side by side, or why there are none; empty for reports that have neither."""
     pairs = "".join(
-        f'<div class="sample"><p class="why">{escaped(each.why)}</p><dl><dt>prompt</dt><dd>{escaped(each.prompt)}</dd>'
-        f"<dt>response</dt><dd>{escaped(each.response)}</dd></dl></div>"
-        for each in report.samples
+        f'<div class="sample"><p class="why">{escaped(each.why)}</p>{_said(each)}</div>' for each in report.samples
     )
     if not report.samples_from:
         return ""
@@ -40,6 +43,37 @@ def samples(report: Report) -> str:
         f'<section class="samples" aria-label="samples"><div class="pairs">{pairs}</div>'
         f'<p class="quiet">{escaped(report.samples_from)}</p></section>'
     )
+
+
+def _said(sample: Sample) -> str:
+    """Returns prompt and response, or the conversation of an episode."""
+    if not sample.sessions:
+        return (
+            f"<dl><dt>prompt</dt><dd>{escaped(sample.prompt)}</dd>"
+            f"<dt>response</dt><dd>{escaped(sample.response)}</dd></dl>"
+        )
+    colors = {version: place % NUM_COLORS for place, version in enumerate(versions_of(sample.sessions))}
+    legend = "".join(f'<span class="by{color}">version {version}</span>' for version, color in colors.items())
+    shown = "".join(_session(each, colors) for each in sample.sessions)
+    return f'<div class="legend">{legend}</div><div class="talk" {_REGION}>{shown}</div>'
+
+
+def _session(session: SpokenSession, colors: Mapping[int, int]) -> str:
+    rewards = "".join(f" · {name} {number(value)}" for name, value in session.rewards.items())
+    title = f'<p class="session">{escaped(session.title + rewards)}</p>' if session.title else ""
+    return title + "".join(_turn(each, colors) for each in session.turns)
+
+
+def _turn(turn: SpokenTurn, colors: Mapping[int, int]) -> str:
+    said = "".join(
+        f"<span{_color(None if piece.version is None else colors[piece.version])}>{escaped(piece.text)}</span>"
+        for piece in turn.pieces
+    )
+    return f'<dl class="{turn.who or "left-out"}"><dt>{escaped(turn.title)}</dt><dd>{said}</dd></dl>'
+
+
+def _color(color: int | None) -> str:
+    return "" if color is None else f' class="by{color}"'
 
 
 def learning(report: Report) -> PageSection | None:

@@ -76,6 +76,7 @@ def _columns(strip: Strip) -> dict[str, Any]:
         "layers": [token.layers for token in tokens],
         "kept": [token.kept for token in tokens],
         "version": [token.version for token in tokens],
+        "turns": [{"at": turn.at, "name": turn.name} for turn in strip.turns if turn.at < len(tokens)],
     }
 
 

@@ -14,6 +14,8 @@ UNITS = (
     *("groups?", "points?", "updates?", "bytes?", "rewards?", "scores?", "prompts?", "trajector(?:y|ies)", "times"),
     *(
         "microbatch(?:es)?",
+        "turns?",
+        "sessions?",
         "alerts?",
         "problems?",
         "reports?",

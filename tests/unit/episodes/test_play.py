@@ -17,7 +17,8 @@ from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Trajectory
-from moerl.episodes.play import Episode, Patience, play
+from moerl.episodes.patience import Patience
+from moerl.episodes.play import Episode, play
 from moerl.errors import ContractError, EngineError, RequestRefusedError, RewardError
 from moerl.rollout.stream import left_out
 
@@ -214,18 +215,28 @@ class FakeTimeout:
 
 
 def test_the_clock_of_an_environment_stands_still_while_any_of_its_sessions_samples() -> None:
-    async def two_at_once() -> float:
-        with patience.waiting():
-            with patience.waiting():
-                assert limit.deadlines == [None, None]
-            assert limit.deadlines == [None, None]
-        return asyncio.get_running_loop().time()
-
+    times = iter([10.0, 12.0, 20.0, 21.5])
     limit = FakeTimeout()
-    patience = Patience(cast(Any, limit), 7.0)
-    now = asyncio.run(two_at_once())
-    assert limit.deadlines[-1] == pytest.approx(now + 7.0, abs=60.0)
-    assert len(limit.deadlines) == 3
+    patience = Patience(cast(Any, limit), 7.0, lambda: next(times))
+    with patience.waiting():
+        with patience.waiting():
+            assert limit.deadlines == [None, None]
+        assert limit.deadlines == [None, None]
+    assert limit.deadlines == [None, None, 27.0]
+    patience.ran()
+    assert patience.environment_seconds == 2.0 + 1.5
+
+
+def test_the_first_session_of_an_episode_has_the_seconds_of_its_environment() -> None:
+    async def forks(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        await session.fork().sample()
+        return {"reward": 1.0}
+
+    (episode,) = ends(forks)
+    timings = [record.values["timings"] for record in episode.records]
+    assert timings[0]["environment_seconds"] > 0.0
+    assert "environment_seconds" not in timings[1]
 
 
 def test_an_episode_without_a_sampled_token_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 from moerl.telemetry.metrics import (
     METRICS,
     SCORERS,
+    agent_reward_metric,
     check_metrics,
     deterministic_part,
     failed_reward_metric,
@@ -62,6 +63,14 @@ def test_a_name_that_no_metric_can_have_is_refused(name: str):
 def test_named_rewards_are_on_the_reference_page():
     assert "`reward/<name>/mean`" in reference_page()
     assert "`reward/<name>/failed`" in reference_page()
+
+
+def test_the_reward_of_an_agent_has_a_metric_apart_from_rewards_by_name():
+    check_metrics({agent_reward_metric("checker"): 0.5, named_reward_metric("agent"): 0.5})
+    assert agent_reward_metric("mean") != named_reward_metric("agent")
+    for name in (agent_reward_metric("a/b"), agent_reward_metric(""), "reward/agent/checker"):
+        with pytest.raises(ValueError, match="is not registered"):
+            check_metrics({name: 0.5})
 
 
 def test_what_a_reward_failed_on_has_a_metric():

@@ -115,6 +115,8 @@
 
   function details(strip, i) {
     const parts = [`token ${i + 1} of ${strip.text.length}`, JSON.stringify(strip.text[i])];
+    const turn = strip.turns.filter((each) => each.at <= i).pop();
+    if (turn) parts.push(turn.name);
     if (!strip.sampled[i]) parts.push("given, not sampled");
     if (strip.d[i] !== null) parts.push(`d = ${FORMS.number(strip.d[i])}\u00a0nats (trainer less rollout)`);
     if (strip.logprob[i] !== null) parts.push(`rollout log-prob ${FORMS.number(strip.logprob[i])}`);
@@ -161,8 +163,12 @@
         token.setAttribute("aria-label", details(strip, i));
         return token;
       });
-      // A line break of the text stands behind its token.
-      box.replaceChildren(...tokens.flatMap((token, i) => (strip.text[i].includes("\n") ? [token, element("br")] : [token])));
+      // A line break of the text stands behind its token, the author of a turn before its first one.
+      const named = new Map(strip.turns.map((turn) => [turn.at, turn.name]));
+      box.replaceChildren(...tokens.flatMap((token, i) => {
+        const before = named.has(i) ? [element("span", named.get(i), { className: "turn-name", ariaHidden: "true" })] : [];
+        return [...before, token, ...(strip.text[i].includes("\n") && !named.has(i + 1) ? [element("br")] : [])];
+      }));
       let worst = -1;
       strip.d.forEach((d, i) => { if (d !== null && (worst < 0 || Math.abs(d) > Math.abs(strip.d[worst]))) worst = i; });
       move(Math.max(0, worst));

@@ -145,6 +145,31 @@ def test_tokens_are_walked_with_the_arrow_keys(page: Page, folder: Path) -> None
     assert page.evaluate("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
 
 
+def test_the_turns_of_an_episode_are_named_above_their_tokens(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    names = "[...document.querySelectorAll('.tokens .turn-name')].map(each => each.textContent)"
+    assert page.evaluate(names) == ["prompt", "policy, turn 1 an ordinary text"]
+    behind = "document.querySelectorAll('.tokens .turn-name')[1].nextElementSibling.getAttribute('aria-label')"
+    assert page.evaluate(behind).startswith("token 6 of 60")
+    page.evaluate("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    page.press("Home")
+    line = "document.querySelector('.token-line').textContent"
+    assert " · prompt · given, not sampled" in page.evaluate(line)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_versions_of_a_conversation_have_colours_of_their_own(page: Page, folder: Path, scheme: str) -> None:
+    page.scheme(scheme)
+    page.open(folder / "full.html")
+    colors = "[...document.querySelectorAll('.talk [class^=by]')].map(each => getComputedStyle(each).backgroundColor)"
+    legend = (
+        "[...document.querySelectorAll('.sample .legend span')].map(each => getComputedStyle(each).backgroundColor)"
+    )
+    assert page.evaluate(colors)[:2] == page.evaluate(legend)
+    assert len(set(page.evaluate(legend))) == 2
+    assert is_clean(page), page.log
+
+
 def test_every_control_is_reached_with_the_tab_key(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     reached: set[str] = set()

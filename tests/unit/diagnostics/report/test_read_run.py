@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from episode_dumps import write_dump
 
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.read_run import report_of_directory
@@ -79,6 +80,18 @@ def test_a_long_response_is_cut_in_the_middle_and_says_so(run_dir: Path) -> None
     assert len(sample.response) < 600
     assert "characters ...]" in sample.response
     assert sample.response.endswith("the end")
+
+
+def test_an_episode_of_several_sessions_is_one_sample(run_dir: Path) -> None:
+    write_dump(run_dir / "rollouts/step-000003.parquet")
+    found = report(run_dir)
+    assert [(each.why, len(each.sessions)) for each in found.samples] == [
+        ("Highest reward, 1", 3),
+        ("Lowest reward, 0", 1),
+    ]
+    assert found.samples_from.startswith("Of 4 responses in 2 episodes in rollouts/step-000003.parquet.")
+    store(run_dir, "rollouts/step-000004.parquet", [1.0])
+    assert report(run_dir).samples[0].sessions == ()
 
 
 def test_a_run_without_responses_and_one_with_a_damaged_file_say_so(run_dir: Path) -> None:

@@ -28,6 +28,17 @@ def test_samples_are_text_of_others_and_their_absence_is_explained() -> None:
     assert samples(replace(report, samples=(), samples_from="")) == ""
 
 
+def test_an_episode_is_a_conversation_with_a_colour_for_each_version() -> None:
+    made = samples(replace(full_report("<b>")))
+    assert '<span class="by0">version 3</span><span class="by1">version 4</span>' in made
+    assert '<span class="by0">It is </span><span class="by1">2.\n&lt;b&gt;</span>' in made
+    assert '<dl class="tools"><dt>tools (3 tokens)</dt><dd><span>\n4 &lt;b&gt;\n</span></dd></dl>' in made
+    assert '<p class="session">session 0: &lt;b&gt;</p>' in made
+    assert "behind its turn 1 (token 9) · reward 0.5</p>" in made
+    assert '<dl class="left-out"><dt>[... 8 turns ...]</dt>' in made
+    assert "<b>" not in made
+
+
 def test_reward_and_accuracy_are_drawn_for_runs_alone() -> None:
     section = learning(full_report())
     assert section is not None
