@@ -19,7 +19,7 @@ class EpisodeConfig(Section):
         " rollout.max_new_tokens.",
     )
     max_calls: Count | None = Field(
-        default=None, description="Calls of tools from which on no other turn begins; null = no limit."
+        default=None, description="Most calls of tools; with one more no other turn begins; null = no limit."
     )
     max_seconds: Positive | None = Field(
         default=None, description="Seconds of an episode from which on no other turn begins; null = no limit."

@@ -62,6 +62,8 @@ class Branch:
         num_same = next((i for i, (a, b) in enumerate(pairs) if not a.is_same(b)), min(len(messages), len(self.shown)))
         for num_turns in range(self.conversation.num_turns, -1, -1):
             length = self.conversation.length(num_turns)
+            if length > len(self.shown):
+                continue  # an answer that waits for others of its request: no client has seen it
             new = messages[length:]
             ends_with_answer = self.shown[length - 1].role == "assistant"
             goes_on = length <= num_same and not any(each.role == "assistant" for each in new)

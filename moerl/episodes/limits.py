@@ -17,7 +17,7 @@ class EpisodeLimits:
     max_tokens: int | None = None
     """Tokens that it samples."""
     max_calls: int | None = None
-    """Calls of tools."""
+    """Calls of tools; it is reached with one more."""
     max_seconds: float | None = None
     """Seconds from the start of the episode on."""
 
@@ -51,7 +51,8 @@ class Meter:
 
     def stops(self) -> bool:
         """Returns whether no other turn may begin, and notes the limit that is reached."""
-        used = (self._turns, self._tokens, self._calls, self._clock() - self._start)
+        # The last call that is allowed is carried out, and the policy reads its result.
+        used = (self._turns, self._tokens, self._calls - 1, self._clock() - self._start)
         for each, number in zip(fields(self._limits), used, strict=True):
             limit: float | None = getattr(self._limits, each.name)
             if limit is not None and number >= limit:

@@ -66,6 +66,7 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
     """Problems drawn without replacement, cut into three splits."""
 
     open_vocabulary = False
+    repeatable = True
 
     def __init__(self, config: CalculatorTaskConfig) -> None:
         self.config = config
@@ -89,7 +90,10 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
         """Returns `reward` and `accuracy`: 1 if the last turn is the answer, else 0; `tool_calls`: the number of calls
         that were answered."""
         num_calls, turn = 0, await session.sample(stop=("]",))
-        while num_calls < self.config.max_calls and (call := _CALL.fullmatch(turn.text)) and not session.is_over:
+        while num_calls < self.config.max_calls and (call := _CALL.fullmatch(turn.text)):
+            session.count_calls(1)
+            if session.is_over:
+                break
             num_calls += 1
             session.observe(f" {_result(call[1])}\n")
             if session.is_over:

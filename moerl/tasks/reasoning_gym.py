@@ -62,6 +62,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     """Problems of a set, in splits that are disjoint by the text of the question."""
 
     open_vocabulary = True
+    repeatable = True
 
     def __init__(self, config: ReasoningGymTaskConfig) -> None:
         self.config = config

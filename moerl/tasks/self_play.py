@@ -59,6 +59,7 @@ class SelfPlayTask(ExpertTask):
     """Starts of sums for the proposer in train, given sums for a solver in dev and heldout."""
 
     open_vocabulary = False
+    repeatable = True
 
     def __init__(self, config: SelfPlayTaskConfig) -> None:
         self.config = config

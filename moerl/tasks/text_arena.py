@@ -36,6 +36,8 @@ class TextArenaTaskConfig(SeedsSection):
 class TextArenaTask(SeedsTask):
     """One game for each seed."""
 
+    repeatable = True
+
     def __init__(self, config: TextArenaTaskConfig) -> None:
         super().__init__(config)
         self._config = config

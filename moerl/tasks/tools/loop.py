@@ -113,6 +113,7 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
         num_turns += 1
         text, calls = (turn.text, []) if written is None else written.parse(turn.text)
         num_broken = 0 if written is None else written.num_broken(text)
+        chat.session.count_calls(len(calls) + num_broken)
         is_final = not calls and not num_broken
         if is_final or num_turns >= max_turns or chat.session.is_over:
             return ToolAnswer(turn, text, is_final, num_turns, box.num_calls, box.num_failed)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from sglang_live import ENVIRONMENT as SGLANG_ENVIRONMENT
 from moerl.contract.episodes import AgentEndpoint, Message, Session, in_thread
 from moerl.contract.ports import Chat, Prompt, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import Trajectory
+from moerl.episodes.session import TokenSession
 from moerl.errors import EpisodeError
 from moerl.rollout.sglang.install import python_of
 
@@ -95,6 +96,28 @@ def test_requests_side_by_side_with_one_history_are_forks():
         assert sorted(each["content"] for each in answers) == ["a", "b", "c"]
 
     assert len(texts(played(agent, says("a", "b", "c")))) == 3
+
+
+def test_a_request_that_comes_while_one_of_two_choices_is_there_is_a_fork():
+    stream, held = says("a", "b", "c"), list[RolloutRecord]()
+    answered = stream.answers
+
+    def holds_the_second(request: RolloutRequest) -> Sequence[RolloutRecord]:
+        found = answered(request)
+        if len(stream.asked) == 2:
+            held.extend(found)
+            return []
+        return [*held, *found]
+
+    async def agent(endpoint: AgentEndpoint, session: Session) -> None:
+        both = asyncio.ensure_future(ask(endpoint, [QUESTION], n=2))
+        while len(stream.asked) < 2 or not cast(TokenSession, session).turns:
+            await asyncio.sleep(0)
+        assert (await message(endpoint, [QUESTION]))["content"] == "c"
+        assert len((await both).json()["choices"]) == 2
+
+    stream.answers = holds_the_second
+    assert len(texts(played(agent, stream))) == 3
 
 
 def test_several_choices_are_forks_and_each_can_be_gone_on_with():

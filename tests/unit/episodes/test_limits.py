@@ -44,7 +44,7 @@ async def until_over(session: Session) -> Mapping[str, float]:
         (EpisodeLimits(max_tokens=6), 2),
         (EpisodeLimits(max_tokens=7), 3),
         (EpisodeLimits(max_calls=3), 2),
-        (EpisodeLimits(max_calls=4), 2),
+        (EpisodeLimits(max_calls=4), 3),
         (EpisodeLimits(max_turns=9, max_tokens=6), 2),
     ],
 )

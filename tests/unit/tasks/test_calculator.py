@@ -37,6 +37,7 @@ class FakeSession:
     def __init__(self, *texts: str, reason: FinishReason = FinishReason.STOP) -> None:
         self.texts, self.reason = list(texts), reason
         self.observed: list[str] = []
+        self.num_calls = 0
 
     @property
     def is_over(self) -> bool:
@@ -45,6 +46,9 @@ class FakeSession:
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         assert stop == ("]",)
         return SampledTurn(self.texts.pop(0), (1,), self.reason)
+
+    def count_calls(self, number: int) -> None:
+        self.num_calls += number
 
     def observe(self, text: str) -> None:
         self.observed.append(text)

@@ -18,7 +18,8 @@ from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import Message, Session
 from moerl.contract.ports import Chat, Prompt, RolloutRequest
 from moerl.contract.trajectory import Lineage
-from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.limits import EpisodeLimits
+from moerl.episodes.play import NO_LIMITS, Episode, PlayedEpisode, Texts, play
 from moerl.errors import ConfigError, EpisodeError
 from moerl.tasks.tools.functions import FunctionTool
 from moerl.tasks.tools.loop import (
@@ -74,6 +75,7 @@ def played(
     max_tokens: int = 4000,
     prompt_has_tools: bool = True,
     template: Callable[[Sequence[Message], Sequence[Message], bool], str] = hermes,
+    limits: EpisodeLimits = NO_LIMITS,
 ) -> tuple[PlayedEpisode, ToolAnswer | None]:
     """Plays an episode with tools in which the policy says these answers."""
     chat = Chat((QUESTION,), tuple(each.schema for each in tools) if prompt_has_tools else ())
@@ -86,7 +88,8 @@ def played(
 
     request = RolloutRequest(Lineage("r0", "p", "g"), tuple(encode(prompt.text)), FULL, max_tokens, (END,))
     words = Texts(encode, TEXTS.decode, template)
-    (episode,) = play([Episode(request, environment)], says(*answers), check, words, turn_seconds=300.0)
+    stream = says(*answers)
+    (episode,) = play([Episode(request, environment)], stream, check, words, turn_seconds=300.0, limits=limits)
     return episode, found[0] if found else None
 
 
@@ -177,6 +180,18 @@ def test_calls_above_the_limit_are_not_carried_out_and_the_policy_reads_so() -> 
     assert len(tool.asked) == 2
     assert ended is not None
     assert (ended.num_calls, ended.num_failed, ended.is_final) == (3, 1, True)
+
+
+def test_calls_above_the_limit_of_the_episode_end_it() -> None:
+    tool = Multiply()
+    limits = EpisodeLimits(max_calls=1)
+    _, ended = played(ONE, "It is 42.", tools=[tool], limits=limits)
+    assert ended is not None
+    assert (ended.text, len(tool.asked)) == ("It is 42.", 1)
+    episode, ended = played(ONE, f"again {ONE}", "It is 42.", tools=[tool], limits=limits)
+    assert ended is not None
+    assert (ended.text, ended.is_final, len(tool.asked)) == ("again", False, 2)
+    assert episode.stopped_by == "max_calls"
 
 
 def test_calls_of_the_last_turn_are_not_carried_out() -> None:
