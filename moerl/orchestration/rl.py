@@ -288,14 +288,16 @@ class RLStage:
                 self.groups.settle()
 
     def _update_costs(self) -> dict[str, float]:
-        """Returns the metrics of weight updates since the last call."""
+        """Returns the metrics of weight updates and of prefix caches since the last call."""
         if self.live is None or self._costs is None:
             return {}
         metrics, self._published = dict(self._published), {}
         before, self._costs = self._costs, replace(self.live.engine.costs)
-        for each in fields(before):
-            metrics[f"weights/{each.name}"] = getattr(self._costs, each.name) - getattr(before, each.name)
-        return metrics
+        costs = {each.name: getattr(self._costs, each.name) - getattr(before, each.name) for each in fields(before)}
+        num_asked, num_cached = costs.pop("asked_tokens"), costs.pop("cached_tokens")
+        if num_asked:
+            metrics["rollout/prefix_hit_rate"] = num_cached / num_asked
+        return metrics | {f"weights/{name}": value for name, value in costs.items()}
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -225,6 +225,13 @@ _ALL = (
         deterministic=False,
     ),
     Metric("weights/stalled_seconds", "s", "time without sampling because of the update", deterministic=False),
+    Metric(
+        "rollout/prefix_hit_rate",
+        "1",
+        "tokens that servers had in their prefix caches, over tokens that they were sent to go on behind; evaluations"
+        " since the row before count",
+        deterministic=False,
+    ),
     Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
     Metric(
         "throughput/model_flops_per_second",

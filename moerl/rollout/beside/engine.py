@@ -18,7 +18,7 @@ import msgspec
 from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import (
     EngineInfo,
-    InterruptCosts,
+    SamplingCosts,
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
@@ -108,7 +108,7 @@ class BesideEngine:
     def __init__(self, start: StartEngine, process: EngineProcess) -> None:
         self._spec, self._version, self._process = start.spec, start.version, process
         self.unfinished: list[str] = []
-        self.costs = InterruptCosts()
+        self.costs = SamplingCosts()
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._answers: queue.SimpleQueue[EngineAnswer | None] = queue.SimpleQueue()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from moerl.rollout.fleet.dispatch import choose_server
+from moerl.contract.fields import Lineage
+from moerl.rollout.fleet.dispatch import Homes, choose_server
 
 
 def test_the_least_loaded_server_is_chosen_and_full_ones_never():
@@ -17,3 +18,24 @@ def test_the_server_with_the_prefix_is_chosen_while_it_is_hardly_busier():
 
 def test_a_home_that_may_get_nothing_is_not_chosen():
     assert choose_server({"b": 5}, "a", 8) == "b"
+
+
+def test_a_turn_goes_where_its_session_was_and_a_fork_where_its_parent_was():
+    homes, root = Homes(), Lineage("r#1/0", "p", "g")
+    fork = Lineage("r#1/0~1", "p", "g", parent_rollout_id="r#1/0", fork_at=7)
+    homes.chose(root.of_turn(0), "a")
+    homes.chose(Lineage("r#1/1", "p", "g"), "b")
+    assert homes.find(root.of_turn(1)) == "a"
+    assert homes.find(fork.of_turn(0)) == "a"
+    homes.chose(fork.of_turn(0), "c")
+    assert homes.find(fork.of_turn(11)) == "c"
+    assert homes.find(root.of_turn(1)) == "a"
+
+
+def test_the_first_turn_of_a_session_goes_where_its_group_was():
+    homes = Homes()
+    assert homes.find(Lineage("r0", "p", "g")) is None
+    homes.chose(Lineage("r0", "p", "g").of_turn(0), "a")
+    homes.chose(Lineage("s0", "q", "h").of_turn(0), "b")
+    assert homes.find(Lineage("r1", "p", "g").of_turn(0)) == "a"
+    assert homes.find(Lineage("r0~1", "p", "g").of_turn(0)) == "a", "a sub-agent, with a prompt of its own"
