@@ -14,7 +14,7 @@ from factories import QWEN3_30B, make_trajectory, write_hf_config
 from published_models import DEEPSEEK_V3
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import drawn_from
+from moerl.buffer.simulated_turns import SimulatedTurn, drawn_from
 from moerl.config.load import dump_config, load_plan
 from moerl.contract.disk import write_parquet
 from moerl.errors import ConfigError
@@ -58,7 +58,7 @@ def make_run(folder: Path, *overrides: str, steps: int = 20, **changed: Any) -> 
 
 def test_the_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
     found = calibrate(make_run(tmp_path / "run"))
-    assert sorted(found.lengths) == list(LENGTHS)
+    assert sorted(found.episodes, key=lambda turns: turns[0].num_tokens) == [[SimulatedTurn(n)] for n in LENGTHS]
     assert found.num_steps == 19
     costs = found.costs
     assert (costs.decode_step, costs.decode_row) == pytest.approx((0.010, 0.001))
@@ -72,7 +72,7 @@ def test_a_calibrated_prediction_is_the_step_that_was_measured(tmp_path: Path) -
     found, config = calibrate(folder), load_plan(["recipe=laptop", f"run_dir={tmp_path / 'new'}"])
     # The dump stands for the run where its lengths are those of the run.
     lengths = [10, 12, 15, 18, 20, 15, 50]
-    predicted = predict(config, QueueLimits(24), found.costs, drawn_from(lengths, 1))
+    predicted = predict(config, QueueLimits(24), found.costs, drawn_from([[SimulatedTurn(n)] for n in lengths], 1))
     mean = sum(lengths) / len(lengths)
     wanted = 0.010 * 50 + RESPONSES * (0.001 * mean + 0.002) + 0.5 + 0.0001 * mean * RESPONSES + 0.05
     assert predicted.step_seconds == pytest.approx(wanted, rel=0.02)
