@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +117,18 @@ def test_what_an_engine_keeps_of_an_episode_is_of_no_use_once_weights_have_chang
     # Two episodes are 30 s apart; the first has its second turn behind the update that the second one's slot waits for.
     assert two_steps(0.0) == pytest.approx(30 + 10 + 100 + 10)
     assert two_steps(0.5) == pytest.approx(30 + 10 + 100 + 10 * 0.5 + 10)
+
+
+def test_the_episodes_of_a_benchmark_take_as_long_as_was_measured() -> None:
+    """`bench/agents.py`: 1,000 episodes of four turns of 250 ms in 64 places, and 100 ms of a tool behind each."""
+    results = json.loads((Path(__file__).parents[3] / "bench/results/agents-cpu.json").read_text())
+    (measured,) = (each["value"] for each in results if each["name"].startswith("1000 sessions at once, tools"))
+    episode = [SimulatedTurn(16, environment_seconds=0.1)] * 4
+    costs = StepCosts(0.25 / 16, 0.0, 0.0, 1.0, 0.0, 0.0)
+    found = simulate(
+        QueueLimits(1), SimulatedFleet(1, 64), costs, group_size=1000, episode=lambda: episode, num_steps=8
+    )
+    assert (found.step_seconds - 1.0) / (1000 * 4 * 0.25 / 64) == pytest.approx(measured, rel=0.02)
 
 
 def test_turns_share_the_tokens_of_a_response() -> None:
