@@ -3,8 +3,8 @@
     python tests/chaos_campaign.py --disturbances 100 --minutes 15 [--seed N] [--only VARIANT] [--json FILE]
 
 Each run has a known end. It is disturbed (`chaos_disturbances.py`) at moments drawn from the printed seed. Its
-processes (controller, ranks, engine, servers, reward workers, agents) get SIGKILL, SIGTERM, or SIGSTOP for some seconds; all of
-them get stop signals; strangers hold connections to its ports; it finds the disk full, anywhere or in the midst of a
+processes (controller, ranks, engine, servers, reward workers, agents) get SIGKILL, SIGTERM, or SIGSTOP for some
+seconds; all of them get stop signals; strangers hold connections to its ports; it finds the disk full, anywhere or in the midst of a
 record of its journal, or a folder read-only; after its end its journal or its metrics are torn. A run that ended is
 resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were finished are
 trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run. A

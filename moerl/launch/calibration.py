@@ -117,7 +117,9 @@ def calibrate(run_dir: Path) -> Calibration:
         recompute_token=decode[1] if _computes_again(config) else 0.0,
         prefill_token=prefill_token,
     )
-    return Calibration(costs, [each.turns for each in played], statistics.mean(_column(rows, "seconds/step")), len(rows))
+    return Calibration(
+        costs, [each.turns for each in played], statistics.mean(_column(rows, "seconds/step")), len(rows)
+    )
 
 
 def fleet_of(config: RunConfig) -> SimulatedFleet:
@@ -171,7 +173,11 @@ def estimate(
     operations = device.tflops * 1e12
     memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
     token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
-    cache_row = engine_devices * cache_token_bytes(model, engine_devices, 2) * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
+    cache_row = (
+        engine_devices
+        * cache_token_bytes(model, engine_devices, 2)
+        * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
+    )
     return StepCosts(
         decode_step=2 * total_parameters(model) / memory,
         decode_row=cache_row / memory + token,

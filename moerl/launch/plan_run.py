@@ -136,8 +136,8 @@ def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: S
         f" GB/s\nprompts of {workload.prompt_tokens} tokens, responses of {workload.mean_tokens:g} on average,"
         f" log-normal, at most {config.rollout.max_new_tokens}"
         + (
-            f"\n{workload.turns} turns, between two of them {workload.tool_tokens} tokens and {workload.tool_seconds:g} s"
-            " of the environment on average"
+            f"\n{workload.turns} turns, between two of them {workload.tool_tokens} tokens and"
+            f" {workload.tool_seconds:g} s of the environment on average"
             if workload.turns > 1
             else ""
         )

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from moerl.contract.ports import EngineInfo, SamplingCosts, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.errors import EngineError

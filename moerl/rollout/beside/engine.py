@@ -18,10 +18,10 @@ import msgspec
 from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import (
     EngineInfo,
-    SamplingCosts,
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
+    SamplingCosts,
 )
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.contract.wire import decode_records

@@ -30,7 +30,7 @@ class Homes:
 
 
 def choose_server(loads: Mapping[str, int], home: str | None, max_running: int) -> str | None:
-    """Returns the least loaded server, or the one with a prefix of the request in its cache if that one is hardly busier.
+    """Returns the least loaded server, or the one with a prefix of the request if that one is hardly busier.
 
     Args:
         loads: requests under way on each server that may get more, by name.

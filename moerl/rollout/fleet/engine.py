@@ -18,10 +18,10 @@ from torch import Tensor
 from moerl.contract.commands import Target
 from moerl.contract.ports import (
     EngineInfo,
-    SamplingCosts,
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
+    SamplingCosts,
 )
 from moerl.contract.update_kinds import check_update
 from moerl.contract.weight_update import WeightUpdate

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moerl.contract.ports import SamplingCosts, RolloutRecord, RolloutRequest
+from moerl.contract.ports import RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError, EngineError
 from moerl.rollout.fleet.backend import Attempt, AttemptReply, KeyRefusedError, TransportError, new_request_id

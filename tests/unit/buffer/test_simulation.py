@@ -47,7 +47,9 @@ def test_what_an_update_interrupts_is_computed_again():
 
     def step_seconds(recompute_token: float) -> float:
         costs = StepCosts(1.0, 0.0, 0.0, 5.0, 0.0, 0.0, recompute_token=recompute_token)
-        return simulate(limits, SimulatedFleet(1, 2), costs, group_size=1, episode=always(10), num_steps=16).step_seconds
+        return simulate(
+            limits, SimulatedFleet(1, 2), costs, group_size=1, episode=always(10), num_steps=16
+        ).step_seconds
 
     # Two responses of 10 tokens are 5 s apart, and trained one after the other in 5 s each.
     assert step_seconds(0.0) == pytest.approx((10 + 5) / 2)
@@ -71,9 +73,7 @@ def test_steps_that_engines_are_not_told_of_take_no_time_for_weights_and_interru
 def step_of(costs: StepCosts, fleet: SimulatedFleet, *episodes: Sequence[SimulatedTurn]) -> float:
     """Returns the time of sampling a group of these episodes, and of nothing else."""
     endless = itertools.cycle(episodes)
-    found = simulate(
-        QueueLimits(1), fleet, costs, group_size=len(episodes), episode=lambda: next(endless), num_steps=8
-    )
+    found = simulate(QueueLimits(1), fleet, costs, group_size=len(episodes), episode=lambda: next(endless), num_steps=8)
     return found.step_seconds - costs.train_step - costs.publish
 
 

@@ -82,7 +82,10 @@ def test_a_calibrated_prediction_is_the_step_that_was_measured(tmp_path: Path) -
 def in_turns(name: str, *sampled: int, observed: int = 3, seconds: float = 0.0) -> Trajectory:
     """An episode with turns of so many tokens behind a prompt of five, and its time in the environment."""
     made = make_trajectory(
-        np.random.default_rng(0), num_prompt=5, num_sampled=sum(sampled) + observed * (len(sampled) - 1), rollout_id=name
+        np.random.default_rng(0),
+        num_prompt=5,
+        num_sampled=sum(sampled) + observed * (len(sampled) - 1),
+        rollout_id=name,
     )
     spans, at = [Turn(0, 5, TurnKind.PROMPT)], 5
     flags, sampling = made.sampled.copy(), made.turns[1].sampling
