@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -293,11 +293,7 @@ class RLStage:
             return {}
         metrics, self._published = dict(self._published), {}
         before, self._costs = self._costs, replace(self.live.engine.costs)
-        costs = {each.name: getattr(self._costs, each.name) - getattr(before, each.name) for each in fields(before)}
-        num_asked, num_cached = costs.pop("asked_tokens"), costs.pop("cached_tokens")
-        if num_asked:
-            metrics["rollout/prefix_hit_rate"] = num_cached / num_asked
-        return metrics | {f"weights/{name}": value for name, value in costs.items()}
+        return metrics | step_metrics.sampling_metrics(before, self._costs)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

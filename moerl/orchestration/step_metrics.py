@@ -6,7 +6,7 @@ Runs in the controller. Names, units and meanings: docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
+from moerl.contract.ports import SamplingCosts
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.devices import peak_flops
@@ -261,3 +262,11 @@ def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float
 def failed_rewards(counts: Mapping[str, int]) -> dict[str, float]:
     """Returns the metrics of named rewards that failed. counts: failures by name."""
     return {failed_reward_metric(name): float(count) for name, count in counts.items()}
+
+
+def sampling_metrics(before: SamplingCosts, after: SamplingCosts) -> dict[str, float]:
+    """Returns the metrics of weight updates and of prefix caches between two states of an engine's costs."""
+    costs = {each.name: getattr(after, each.name) - getattr(before, each.name) for each in fields(before)}
+    num_asked, num_cached = costs.pop("asked_tokens"), costs.pop("cached_tokens")
+    metrics = {f"weights/{name}": value for name, value in costs.items()}
+    return metrics | ({"rollout/prefix_hit_rate": num_cached / num_asked} if num_asked else {})

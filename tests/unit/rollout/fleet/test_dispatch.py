@@ -1,6 +1,13 @@
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
+from fleet_fake import FakeReply, make_requests
+from waiting import eventually
+
 from moerl.contract.fields import Lineage
+from moerl.rollout.fleet.backend import Attempt
 from moerl.rollout.fleet.dispatch import Homes, choose_server
 
 
@@ -39,3 +46,30 @@ def test_the_first_turn_of_a_session_goes_where_its_group_was():
     homes.chose(Lineage("s0", "q", "h").of_turn(0), "b")
     assert homes.find(Lineage("r1", "p", "g").of_turn(0)) == "a"
     assert homes.find(Lineage("r0~1", "p", "g").of_turn(0)) == "a", "a sub-agent, with a prompt of its own"
+
+
+def test_a_session_stays_on_its_server_while_other_streams_come_and_go(servers, engine_on):
+    engine, release = engine_on(servers[0], servers[1], max_running=8), threading.Event()
+
+    def wait(attempt: Attempt) -> FakeReply:
+        assert release.wait(60.0)
+        return servers[0].good(attempt)
+
+    servers[0].answer = wait
+    other, request, later = make_requests(3)
+    busy = threading.Thread(target=lambda: list(engine.generate([other])))
+    busy.start()
+    eventually(lambda: servers[0].asked == ["r0"])
+    stream = engine.stream()
+    records = iter(stream)
+    for number in range(3):
+        stream.submit([replace(request, lineage=request.lineage.of_turn(number))])
+        assert [record.rollout_id for record in next(records)] == [f"r1#{number}"]
+        if number == 0:
+            release.set()
+            busy.join(60.0)
+            assert len(list(engine.generate([later]))) == 1
+    stream.end()
+    assert list(records) == []
+    assert servers[0].asked == ["r0", "r2"], "the least loaded one, of equals the first"
+    assert servers[1].asked == ["r1#0", "r1#1", "r1#2"]
