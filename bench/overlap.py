@@ -30,7 +30,7 @@ from typing import Any
 
 from _report import Result, command_line, report
 
-from moerl.buffer.simulation import drawn_from
+from moerl.buffer.simulated_turns import SimulatedTurn, drawn_from
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.contract.disk import read_parquet
 from moerl.launch.calibration import calibrate
@@ -108,8 +108,9 @@ def predicted(calibrated: Path, folder: Path, steps: int) -> float:
     """
     config, costs = load_resolved(folder / CONFIG_FILE), calibrate(calibrated).costs
     dumps = [calibrated / "rollouts" / f"step-{step:06}.parquet" for step in range(WARM_UP + 1, WARM_UP + steps + 1)]
-    lengths = [trajectory.num_sampled for dump in dumps if dump.is_file() for trajectory in read_parquet(dump)]
-    return SAMPLES / predict(config, config.queue_limits(), costs, drawn_from(lengths, config.seed)).step_seconds
+    trajectories = [trajectory for dump in dumps if dump.is_file() for trajectory in read_parquet(dump)]
+    draw = drawn_from([[SimulatedTurn(trajectory.num_sampled)] for trajectory in trajectories], config.seed)
+    return SAMPLES / predict(config, config.queue_limits(), costs, draw).step_seconds
 
 
 def main() -> None:

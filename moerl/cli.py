@@ -212,7 +212,13 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     from moerl.launch.plan_run import Workload, plan_run
 
     device = Device(options.tflops, options.memory_gb_per_second, options.mfu, options.gpu_memory_gib)
-    workload = Workload(options.mean_tokens, round(options.prompt_tokens))
+    workload = Workload(
+        options.mean_tokens,
+        round(options.prompt_tokens),
+        max(1, round(options.turns)),
+        options.tool_seconds,
+        round(options.tool_tokens),
+    )
     return plan_run(config, run_dir=options.calibrate, device=device, workload=workload, bandwidths=bandwidths)
 
 

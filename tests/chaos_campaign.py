@@ -3,14 +3,14 @@
     python tests/chaos_campaign.py --disturbances 100 --minutes 15 [--seed N] [--only VARIANT] [--json FILE]
 
 Each run has a known end. It is disturbed (`chaos_disturbances.py`) at moments drawn from the printed seed. Its
-processes (controller, ranks, engine, servers, reward workers) get SIGKILL, SIGTERM, or SIGSTOP for some seconds; all of
-them get stop signals; strangers hold connections to its ports; it finds the disk full, anywhere or in the midst of a
-record of its journal, or a folder read-only; after its end its journal or its metrics are torn. A run that ended is
-resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were finished are
-trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run. A
-run of which all processes were told to stop has ended with status 75; one that the disk refused something has shown no
-traceback. Exit status 1 where one of these does not hold; the runs of that variant are kept. How far a run is at a
-given moment depends on the machine.
+processes (controller, ranks, engine, servers, reward workers, agents) get SIGKILL, SIGTERM, or SIGSTOP for some
+seconds; all of them get stop signals; strangers hold connections to its ports; it finds the disk full, anywhere or in
+the midst of a record of its journal, or a folder read-only; after its end its journal or its metrics are torn. A run
+that ended is resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were
+finished are trained as they were, nothing is left running, and where the order is fixed the model is that of an
+undisturbed run. A run of which all processes were told to stop has ended with status 75; one that the disk refused
+something has shown no traceback. Exit status 1 where one of these does not hold; the runs of that variant are kept. How
+far a run is at a given moment depends on the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_disturbances import RUN_SECONDS, Life, disturb, tear
+from example_commands import EXAMPLES
 from moerl_runs import Runs, Sums, rows
 from sglang_live import ENVIRONMENT
 from waiting import eventually, is_alive
@@ -38,7 +40,7 @@ from waiting import eventually, is_alive
 from moerl.buffer.journal import Journal
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
-from moerl.contract.trajectory import ModelSpec
+from moerl.contract.trajectory import ModelSpec, TurnKind
 from moerl.models.description import read_model
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 
@@ -51,14 +53,26 @@ END_SECONDS = 30.0
 @dataclass(frozen=True)
 class Variant:
     """overrides: of the run. roles: of processes to disturb. is_ordered: its model does not depend on when things
-    happen. bound: of ages."""
+    happen. bound: of ages. task: overrides in place of those of sums; its rollouts are episodes of several turns."""
 
     name: str
     overrides: tuple[str, ...]
     roles: tuple[str, ...]
     is_ordered: bool
     bound: int = 0
+    task: tuple[str, ...] = ()
 
+
+AGENTS = (
+    *("task=environment", "task.path=numbers.jsonl", "task.response=response", "task.play=env:play"),
+    *("task.heldout_fraction=0.2", "task.dev_fraction=0.2"),
+)
+"""Overrides for the agents of `examples/agent`, which speak HTTP; an agent that is killed has its episode refused."""
+
+SERVERS = (
+    *("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}"),
+    *("buffer.max_staleness=2", "weights.every=2"),
+)
 
 VARIANTS = (
     Variant("one process", (), ("controller",), True),
@@ -77,13 +91,29 @@ VARIANTS = (
     ),
     Variant(
         "servers",
-        (
-            *("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}"),
-            *("buffer.max_staleness=2", "weights.every=2"),
-        ),
+        SERVERS,
         ("controller", "rank", "server"),
         False,
         bound=2,
+    ),
+    Variant(
+        "episodes on servers",
+        (*SERVERS, "rollout.max_new_tokens=40"),
+        ("controller", "rank", "server"),
+        False,
+        bound=2,
+        task=("task=guess",),
+    ),
+    Variant(
+        "agents over HTTP",
+        (
+            *("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
+            *("rollout.max_new_tokens=160", "quarantine.max_rate=1.0"),
+        ),
+        ("controller", "rank", "engine", "agent"),
+        False,
+        bound=2,
+        task=AGENTS,
     ),
 )
 
@@ -196,17 +226,21 @@ def problems_of(run: Path, variant: Variant, promised: dict[str, bytes]) -> list
     if steps != list(range(1, STEPS + 1)):
         problems.append(f"steps {steps}")
     trained: dict[str, bytes] = {}
+    has_turns = False
     for step in range(1, STEPS + 1):
         for trajectory in read_parquet(run / "rollouts" / f"step-{step:06d}.parquet"):
             name = trajectory.lineage.rollout_id
             if name in trained:
                 problems.append(f"{name} was trained twice")
             trained[name] = trajectory.token_ids.tobytes()
+            has_turns |= any(turn.kind is TurnKind.OBSERVATION for turn in trajectory.turns)
             age = step - 1 - int(trajectory.policy_versions[trajectory.sampled].min())
             if not 0 <= age <= variant.bound:
                 problems.append(f"{name} has age {age}")
     if len(trained) != ledger.trained:
         problems.append(f"{len(trained)} rollouts in the dumps, {ledger.trained} trained")
+    if has_turns != bool(variant.task):
+        problems.append(f"episodes of several turns: {has_turns}")
     lost = [name for name, tokens in promised.items() if trained.get(name) != tokens]
     if lost:
         problems.append(f"finished before a crash, and not trained as they were: {lost[:4]} of {len(lost)}")
@@ -227,6 +261,9 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
     rng = random.Random(f"{arguments.seed}/{variant.name}")
     folder = Path(tempfile.mkdtemp(prefix="moerl-chaos-"))
     runs, sums = Runs(folder, is_refused_as_others=True), Sums.write(folder)
+    if variant.task == AGENTS:
+        shutil.copytree(EXAMPLES / "agent", folder, dirs_exist_ok=True)
+        subprocess.run([sys.executable, "make_data.py"], cwd=folder, check=True)
     runs.start()
     try:
         began = time.monotonic()
@@ -251,7 +288,7 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
 
 def arguments_of(run: Path, sums: Sums, variant: Variant) -> list[str]:
     """`moerl train` of a variant; the run directory comes last."""
-    *first, directory = sums.train(run)
+    *first, directory = sums.train(run, variant.task)
     return [*first, *variant.overrides, f"rl.steps={STEPS}", "dump.rollouts_every=1", directory]
 
 

@@ -28,9 +28,12 @@ ROLES = {
     "engine": b"moerl.rollout.beside.process",
     "reward worker": b"rewards/worker.py",
     "server": b"sglang::scheduler",
+    "agent": b"agent.py",
 }
 """By role, what is on the command line of its processes; whatever started all of them is the controller."""
 TOLD = "stop signals to everyone"
+TOLD_TOO = "stop signals to everyone, agents too"
+"""Agents die of them, and their episodes are refused: the run may end with an error before it stops."""
 TO_ALL = ((signal.SIGTERM,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM))
 
 
@@ -159,8 +162,10 @@ def _read_only(rng: random.Random, life: Life, controller: int) -> str:
 
 
 def _signals_to_everyone(rng: random.Random, life: Life, controller: int) -> str:
-    tell_all(family(controller), rng.choice(TO_ALL))
-    return TOLD
+    everyone = family(controller)
+    has_agents = any(role_of(pid) == "agent" for pid in everyone)
+    tell_all(everyone, rng.choice(TO_ALL))
+    return TOLD_TOO if has_agents else TOLD
 
 
 def _strangers(rng: random.Random, life: Life, controller: int) -> str:

@@ -175,16 +175,20 @@ class Sums:
         (folder / "sums_reward.py").write_text(REWARD)
         return cls(folder)
 
-    def train(self, run_dir: Path) -> list[str]:
-        """`moerl train recipe=tiny` on these sums: several steps of each stage, and all that carries state."""
-        return [
-            "train",
-            "recipe=tiny",
+    def train(self, run_dir: Path, task: Sequence[str] = ()) -> list[str]:
+        """`moerl train recipe=tiny` on these sums, or on another task: several steps of each stage, and all that
+        carries state."""
+        sums = (
             "task=jsonl",
             f"task.path='{self.folder / 'sums.jsonl'}'",
             "task.reward=sums_reward:score",
             "task.heldout_fraction=0.2",
             "task.dev_fraction=0.2",
+        )
+        return [
+            "train",
+            "recipe=tiny",
+            *(task or sums),
             "sft.steps=6",
             # Load balancing is judged per microbatch, and these differ between one rank and two.
             "sft.moe_aux_loss_coef=0.0",

@@ -102,6 +102,7 @@ def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         "finish_reason": {"type": "length", "length": count},
         "weight_versions": [{"version": "3", "start": 0, "end": count}],
         "compact_answer": compact(fields),
+        "cached_tokens": 0,
     }
     return {"output_ids": [], "meta_info": meta | changes}
 

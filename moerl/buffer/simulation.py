@@ -3,20 +3,20 @@
 Time runs from event to event: a response ends, a batch is trained, engines hold new weights. Slots, window and batches
 are those of `GroupQueue`, so ages and dropped groups are those that a run would have with these lengths and times. An
 engine decodes one token of each of its n responses in ``decode_step + n decode_row`` seconds; it stands still while it
-prefills prompts, while it receives new weights, and while it computes interrupted responses again. Pure; any process.
+prefills, while it receives new weights, and while it computes interrupted responses again. A response may be an episode
+of several turns: no engine has a place taken by it while its environment works. Pure; any process.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
-import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits
+from moerl.buffer.simulated_turns import Draw, SimulatedTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class StepCosts:
     """Seconds that an engine stands still for new weights."""
     recompute_token: float = 0.0
     """Seconds then for each token of a response in progress, if engines compute its keys and values again."""
+    prefill_token: float = 0.0
+    """Seconds to prefill a token behind the prompt: what the environment wrote, and with it all turns before if the
+    engine does not have their keys and values any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class SimulatedFleet:
     """Engines that work at the same time."""
     max_running: int
     """Responses that an engine decodes together."""
+    keeps_prefixes: bool = True
+    """True if an engine keeps the keys and values of a turn for the next one, until weights change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,26 @@ class Simulated:
 
 @dataclass(slots=True)
 class _Response:
+    """num_before: tokens of earlier turns, observations included. engine: of the latest turn. version: of the weights
+    whose keys and values that engine keeps of it; -1 for none."""
+
     group: int
-    num_tokens: int
+    turns: Sequence[SimulatedTurn]
+    number: int = 0
+    num_before: int = 0
+    engine: int = -1
+    version: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its present turn."""
+        return self.turns[self.number].num_tokens
+
+    def prefill_seconds(self, costs: StepCosts, version: int) -> float:
+        """Returns the time of an engine with weights of this version to prefill its present turn."""
+        if self.number and self.version == version:
+            return costs.prefill_token * self.turns[self.number - 1].num_observed
+        return costs.prefill_row + costs.prefill_token * self.num_before
 
 
 @dataclass(slots=True)
@@ -120,14 +143,14 @@ class _Engine:
             self.tokens = max(self.tokens, self.running[0][0])
         self.now = now
 
-    def admit(self, order: itertools.count[int]) -> list[_Response]:
-        """Gives places to waiting responses, and returns those that got one."""
+    def admit(self, order: itertools.count[int], version: int) -> list[_Response]:
+        """Gives places to waiting responses, and returns those that got one. version: of its weights."""
         admitted: list[_Response] = []
         while self.waiting and len(self.running) < self.max_running:
             response = self.waiting.popleft()
             heapq.heappush(self.running, (self.tokens + response.num_tokens, next(order), response))
             admitted.append(response)
-        self.stand_still(self.costs.prefill_row * len(admitted))
+        self.stand_still(sum(response.prefill_seconds(self.costs, version) for response in admitted))
         return admitted
 
     def stand_still(self, seconds: float) -> None:
@@ -136,7 +159,7 @@ class _Engine:
     @property
     def tokens_under_way(self) -> float:
         """Tokens that its running responses have so far."""
-        return sum(self.tokens - end + response.num_tokens for end, _, response in self.running)
+        return sum(self.tokens - end + response.num_tokens + response.num_before for end, _, response in self.running)
 
     @property
     def next_end(self) -> float:
@@ -144,16 +167,23 @@ class _Engine:
         return max(self.now, self.ready_at) + max(0.0, self.running[0][0] - self.tokens) * self.token_seconds
 
 
+_TRAINER, _ENVIRONMENT = -1, -2
+"""Sources of events besides engines."""
+
+
 class _Simulation:
     def __init__(
-        self, limits: QueueLimits, fleet: SimulatedFleet, costs: StepCosts, group_size: int, length: Callable[[], int]
+        self, limits: QueueLimits, fleet: SimulatedFleet, costs: StepCosts, group_size: int, episode: Draw
     ) -> None:
-        self.limits, self.costs, self.group_size, self.length = limits, costs, group_size, length
+        self.limits, self.costs, self.group_size, self.episode = limits, costs, group_size, episode
+        self.fleet = fleet
         self.queue, self.groups = GroupQueue(limits), dict[int, _Group]()
         self.engines = [_Engine(costs, fleet.max_running) for _ in range(fleet.engines)]
         self.order = itertools.count()
-        # Time, order, engine and the stamp of its plan; -1 for the trainer.
+        # Time, order, engine and the stamp of its plan; or `_TRAINER`; or `_ENVIRONMENT` and a key of `acting`.
         self.events: list[tuple[float, int, int, int]] = []
+        # Episodes whose environments work.
+        self.acting: dict[int, _Response] = {}
         # Versions of the trainer and of engines.
         self.version = self.engine_version = 0
         self.now = self.waiting_since = 0.0
@@ -167,11 +197,16 @@ class _Simulation:
     def run(self, num_steps: int) -> None:
         self._dispatch()
         while len(self.step_ends) < num_steps:
-            self.now, _, engine, stamp = heapq.heappop(self.events)
-            if engine < 0:
+            self.now, _, source, stamp = heapq.heappop(self.events)
+            if source == _TRAINER:
                 self._end_step()
                 self._train()
-            elif stamp == self.engines[engine].stamp and self._end_response(engine) and not self.is_training:
+                continue
+            if source == _ENVIRONMENT:
+                has_finished = self._go_on(self.acting.pop(stamp))
+            else:
+                has_finished = stamp == self.engines[source].stamp and self._end_turn(source)
+            if has_finished and not self.is_training:
                 self._train()
 
     def _dispatch(self) -> None:
@@ -181,12 +216,12 @@ class _Simulation:
         loads = [(engine.load, index) for index, engine in enumerate(self.engines)]
         heapq.heapify(loads)
         while self.queue.num_free > 0:
-            number, lengths = self.queue.dispatch(), [max(1, self.length()) for _ in range(self.group_size)]
-            self.groups[number] = _Group(sum(lengths), self.group_size)
-            for num_tokens in lengths:
+            number, episodes = self.queue.dispatch(), [self.episode() for _ in range(self.group_size)]
+            self.groups[number] = _Group(sum(turn.num_tokens for each in episodes for turn in each), self.group_size)
+            for turns in episodes:
                 load, index = loads[0]
                 heapq.heapreplace(loads, (load + 1, index))
-                self.engines[index].waiting.append(_Response(number, num_tokens))
+                self.engines[index].waiting.append(_Response(number, turns, engine=index))
                 touched.add(index)
         for index in sorted(touched):
             self._plan(index)
@@ -195,7 +230,7 @@ class _Simulation:
         """Has an engine admit waiting responses, and queues the event of its next end of a response."""
         engine = self.engines[index]
         engine.advance(self.now)
-        for response in engine.admit(self.order):
+        for response in engine.admit(self.order, self.engine_version):
             group = self.groups[response.group]
             # Versions only grow: the first token of a group is its oldest.
             group.version = self.engine_version if group.version < 0 else group.version
@@ -203,18 +238,46 @@ class _Simulation:
         if engine.running:
             heapq.heappush(self.events, (engine.next_end, next(self.order), index, engine.stamp))
 
-    def _end_response(self, index: int) -> bool:
-        """Ends the next response of an engine; returns whether the response was the last of its group."""
+    def _end_turn(self, index: int) -> bool:
+        """Ends the next turn of an engine; returns whether it was the last of its group."""
         engine = self.engines[index]
         engine.advance(self.now)
         _, _, response = heapq.heappop(engine.running)
+        turn = response.turns[response.number]
+        self.sampled += turn.num_tokens
+        response.number += 1
+        response.num_before += turn.num_tokens + turn.num_observed
+        response.version = self.engine_version if self.fleet.keeps_prefixes else -1
+        has_finished = False
+        if turn.environment_seconds > 0:
+            key = next(self.order)
+            self.acting[key] = response
+            heapq.heappush(self.events, (self.now + turn.environment_seconds, key, _ENVIRONMENT, key))
+        else:
+            has_finished = self._go_on(response)
+        self._plan(index)
+        return has_finished
+
+    def _go_on(self, response: _Response) -> bool:
+        """Asks for the next turn of an episode, or ends it; returns whether it was the last of its group."""
+        if response.number < len(response.turns):
+            index = self._engine_for(response)
+            self.engines[index].waiting.append(response)
+            self._plan(index)
+            return False
         group = self.groups[response.group]
         group.num_left -= 1
-        self.sampled += response.num_tokens
         if not group.num_left:
             self.queue.finish(response.group)
-        self._plan(index)
         return not group.num_left
+
+    def _engine_for(self, response: _Response) -> int:
+        """Returns the engine for the next turn: that of the turn before, or the least loaded if that one is busier by
+        more than a quarter of its places. Another one has nothing of the episode."""
+        loads = [engine.load for engine in self.engines]
+        if loads[response.engine] > min(loads) + max(1, self.fleet.max_running // 4):
+            response.engine, response.version = loads.index(min(loads)), -1
+        return response.engine
 
     def _train(self) -> None:
         if self.limits.drops:
@@ -234,7 +297,7 @@ class _Simulation:
         self.trained.append(num_tokens)
         ends = self.now + self.costs.train_step + self.costs.train_token * num_tokens
         ends += self.costs.publish if self._is_update_due(self.version + 1) else 0.0
-        heapq.heappush(self.events, (ends, next(self.order), -1, 0))
+        heapq.heappush(self.events, (ends, next(self.order), _TRAINER, 0))
 
     def _end_step(self) -> None:
         self.is_training, self.waiting_since = False, self.now
@@ -263,17 +326,17 @@ def simulate(
     costs: StepCosts,
     *,
     group_size: int,
-    length: Callable[[], int],
+    episode: Draw,
     num_steps: int = 32,
 ) -> Simulated:
     """Simulates `num_steps` steps, and returns the results.
 
     Args:
-        group_size: responses to a prompt.
-        length: draws the length of a response, in sampled tokens.
+        group_size: episodes of a prompt.
+        episode: draws an episode.
         num_steps: at least 8.
     """
-    simulation = _Simulation(limits, fleet, costs, group_size, length)
+    simulation = _Simulation(limits, fleet, costs, group_size, episode)
     simulation.run(num_steps)
     first = num_steps // 4
     began = simulation.step_ends[first - 1]
@@ -289,16 +352,3 @@ def simulate(
         age_mean=sum(ages) / len(ages),
         left_out=simulation.left_out / max(1, simulation.sampled),
     )
-
-
-def drawn_from(lengths: Sequence[int], seed: int) -> Callable[[], int]:
-    """Returns a function that draws from measured lengths, each equally likely."""
-    generator, values = random.Random(seed), list(lengths)
-    return lambda: generator.choice(values)
-
-
-def long_tailed(mean: float, longest: int, seed: int) -> Callable[[], int]:
-    """Returns a function that draws log-normal lengths of about this mean, cut off at `longest`; their logarithms have
-    a deviation of 1."""
-    generator = random.Random(seed)
-    return lambda: min(longest, max(1, round(generator.lognormvariate(math.log(mean) - 0.5, 1.0))))

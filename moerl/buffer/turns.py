@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import KeptSets, Trajectory, Turn
+from moerl.contract.trajectory import KeptSets, Lineage, Trajectory, Turn
 
 _PER_TOKEN = ("token_ids", "sampled", "rollout_logprobs", "kept_logmass", "policy_versions", "truncated")
 _PER_ROW = ("expert_ids", "routed")
@@ -94,7 +94,7 @@ class KeptTurns:
         """Takes over turns; those with tokens of later versions than `newest_version` are of lost steps, and left out.
         Of several under one id the latest counts."""
         self._known = {turn.tokens.lineage.rollout_id: turn for turn in turns if turn.newest_version <= newest_version}
-        self._episodes = {(turn.number, _episode(name)) for name, turn in self._known.items()}
+        self._episodes = {(turn.number, _episode(turn.tokens.lineage)) for turn in self._known.values()}
 
     def num_episodes(self, number: int) -> int:
         """Returns the number of episodes of a group of which a turn is known."""
@@ -111,6 +111,6 @@ class KeptTurns:
         )
 
 
-def _episode(turn_id: str) -> str:
-    """Returns the id of the episode of a turn, `EPISODE#TURN` or `EPISODE~SESSION#TURN`."""
-    return re.sub(r"(~[0-9]+)?#[0-9]+\Z", "", turn_id)
+def _episode(lineage: Lineage) -> str:
+    """Returns the id of the episode of a turn, whose session may be `EPISODE~NUMBER`."""
+    return re.sub(r"~[0-9]+\Z", "", lineage.session)

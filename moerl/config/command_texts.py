@@ -149,6 +149,11 @@ COMMANDS = {
                 " rollout.tensor=1 --mean-tokens 4000",
                 "eight devices train, eight sample",
             ),
+            (
+                "moerl plan run recipe=laptop rollout=sglang --mean-tokens 40 --turns 4 --tool-seconds 2"
+                " --tool-tokens 10",
+                "episodes of four turns",
+            ),
             ("moerl plan run recipe=laptop --calibrate RUN_DIR", "as fast as a synchronous run was"),
         ),
         keys=(

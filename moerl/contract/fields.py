@@ -7,7 +7,8 @@ E = experts, V = vocabulary size. Pure data: numpy only, no torch. `moerl.contra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -95,6 +96,10 @@ class Turn:
     """Set if and only if `kind` is sampled."""
 
 
+_TURN = re.compile(r"#[0-9]+\Z")
+"""End of the id of a turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """Origin of a trajectory."""
@@ -118,6 +123,15 @@ class Lineage:
     def episode(self) -> str:
         """Id of the rollout that was asked for: the episode, or the trajectory if it is its own episode."""
         return self.episode_id or self.rollout_id
+
+    @property
+    def session(self) -> str:
+        """Id of the session that this is a turn of; the rollout's own if it is no turn."""
+        return _TURN.sub("", self.rollout_id)
+
+    def of_turn(self, number: int) -> Lineage:
+        """Returns the lineage of a request for a turn of this session."""
+        return replace(self, rollout_id=f"{self.rollout_id}#{number}")
 
 
 class FinishReason(StrEnum):

@@ -64,9 +64,9 @@ class EngineInfo:
 
 
 @dataclass(slots=True)
-class InterruptCosts:
-    """Costs of weight updates for sampling, summed up since the engine was made. Sampled tokens are never thrown
-    away."""
+class SamplingCosts:
+    """Costs of weight updates for sampling, and what prefix caches spared, summed up since the engine was made. Sampled
+    tokens are never thrown away."""
 
     interrupted: int = 0
     """Rollouts in progress when an update came."""
@@ -74,6 +74,10 @@ class InterruptCosts:
     """Tokens whose keys and values were computed again."""
     stalled_seconds: float = 0.0
     """Seconds without sampling because of updates."""
+    asked_tokens: int = 0
+    """Tokens that servers were sent to go on behind: prompts, earlier turns, and what an interrupted request had."""
+    cached_tokens: int = 0
+    """Tokens of these whose keys and values were in a server's prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,7 @@ class PolicyEngine(StreamingEngine, CheckedSink, Protocol):
     """An engine whose weights are replaced while it is in use, and which can report the tensors it holds."""
 
     @property
-    def costs(self) -> InterruptCosts: ...
+    def costs(self) -> SamplingCosts: ...
 
 
 @dataclass(frozen=True, slots=True)

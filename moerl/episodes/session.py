@@ -119,10 +119,10 @@ class TokenSession:
             )
         if max_tokens is not None and max_tokens < 1:
             raise EpisodeError("episode: max_tokens of a turn", seen=max_tokens, expected="at least 1")
-        turn_id, self._num_asked = f"{self.rollout_id}#{self._num_asked}", self._num_asked + 1
+        lineage, self._num_asked = self.request.lineage.of_turn(self._num_asked), self._num_asked + 1
         request = replace(
             self.request,
-            lineage=replace(self.request.lineage, rollout_id=turn_id),
+            lineage=lineage,
             prompt_ids=tuple(self._ids),
             max_new_tokens=min(self.num_left, max_tokens or self.num_left),
             known_rows=max(self._end - 1, 0),

@@ -135,6 +135,9 @@ def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
         ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
         ("mean-tokens", 4096.0, "N", "mean length of a response"),
         ("prompt-tokens", 512.0, "N", "length of a prompt"),
+        ("turns", 1.0, "N", "turns of an episode, which share the tokens of a response"),
+        ("tool-seconds", 0.0, "N", "mean time of the environment between two turns"),
+        ("tool-tokens", 0.0, "N", "tokens that the environment writes between two turns"),
     ):
         parser.add_argument(
             f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"

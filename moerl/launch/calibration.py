@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.batching.cost import sequence_flops
+from moerl.buffer.simulated_turns import SimulatedTurn
 from moerl.buffer.simulation import SimulatedFleet, StepCosts
 from moerl.config.checks import describe_model
 from moerl.config.load import CONFIG_FILE, load_resolved
@@ -21,6 +22,8 @@ from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
 from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.contract.disk import read_parquet
+from moerl.contract.fields import TurnKind
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError
 from moerl.machine.memory import total_parameters
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
@@ -32,6 +35,8 @@ PREFILL_EFFICIENCY = 0.5
 DECODE_EFFICIENCY = 0.6
 """Share of a device's peak that prefill reaches in operations, and decoding in memory bandwidth."""
 
+_ENVIRONMENT = "environment_seconds"
+"""Name among a trajectory's timings of the time in which the environment worked."""
 
 _READ = (
     *("response/length_mean", "response/length_max", "weights/stalled_seconds"),
@@ -41,12 +46,12 @@ _READ = (
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Costs and lengths that were read from a run."""
+    """Costs and episodes that were read from a run."""
 
     costs: StepCosts
     """Fitted to the metrics of the run."""
-    lengths: list[int]
-    """Sampled tokens of each response in the run's dumps."""
+    episodes: list[list[SimulatedTurn]]
+    """Turns of each response in the run's dumps."""
     step_seconds: float
     """Mean time of a step, as measured."""
     num_steps: int
@@ -72,7 +77,9 @@ def calibrate(run_dir: Path) -> Calibration:
 
     The time of sampling is fitted by ``decode_step * longest + decode_row * tokens + rest`` over steps, the time of
     training by ``train_token * tokens + rest``, both without negative costs. Such a run interrupts nothing: a token
-    that servers compute again counts as one that is decoded, without its share of the step.
+    that servers compute again counts as one that is decoded, without its share of the step. From the time of sampling
+    the seconds of the environment are taken off, those of the slowest episode of a dump in the mean; the rest is that
+    of prompts and observations, by their tokens.
 
     Raises:
         ConfigError: it is no run, was not synchronous, sampled in turns, or is too short.
@@ -87,29 +94,38 @@ def calibrate(run_dir: Path) -> Calibration:
     missing = [name for name in _READ if any(name not in row for row in rows)]
     if missing:
         raise _unfit(run_dir, f"steps without {', '.join(missing)}", "metrics as this version writes them")
-    lengths = [trajectory.num_sampled for dump in dumps for trajectory in read_parquet(dump)]
+    steps = [_episodes(read_parquet(dump)) for dump in dumps]
+    played = [each for step in steps for each in step]
     responses = config.rl.prompts_per_step * config.rl.group_size
     tokens_N = _column(rows, "response/length_mean") * responses
     longest_N, ones_N = _column(rows, "response/length_max"), np.ones(len(rows))
-    decode = _fit(_column(rows, "seconds/rollout"), longest_N, tokens_N, ones_N)
+    acting = statistics.mean(max(step, key=lambda each: each.seconds).environment_seconds for step in steps)
+    decode = _fit(_column(rows, "seconds/rollout") - acting, longest_N, tokens_N, ones_N)
     rest_N = _column(rows, "seconds/step") - _column(rows, "seconds/rollout") - _column(rows, "seconds/weights")
     train = _fit(rest_N, tokens_N, ones_N)
+    num_prompt = statistics.mean(each.num_prompt for each in played)
+    num_later = statistics.mean(_later_tokens(each, keeps_prefixes=fleet_of(config).keeps_prefixes) for each in played)
+    prefill_token = decode[2] / responses / (num_prompt + num_later)
     costs = StepCosts(
         decode_step=decode[0],
         decode_row=decode[1],
-        prefill_row=decode[2] / responses,
+        prefill_row=prefill_token * num_prompt,
         train_step=train[1],
         train_token=train[0],
         publish=statistics.mean(_column(rows, "seconds/weights")),
         stall=statistics.mean(_column(rows, "weights/stalled_seconds")),
         recompute_token=decode[1] if _computes_again(config) else 0.0,
+        prefill_token=prefill_token,
     )
-    return Calibration(costs, lengths, statistics.mean(_column(rows, "seconds/step")), len(rows))
+    return Calibration(
+        costs, [each.turns for each in played], statistics.mean(_column(rows, "seconds/step")), len(rows)
+    )
 
 
 def fleet_of(config: RunConfig) -> SimulatedFleet:
     """Returns the engines of a run."""
-    return SimulatedFleet(max(1, config.rollout.num_servers), config.rollout.max_running)
+    keeps_prefixes = not isinstance(config.rollout, EmbeddedRolloutConfig)
+    return SimulatedFleet(max(1, config.rollout.num_servers), config.rollout.max_running, keeps_prefixes)
 
 
 def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedFleet:
@@ -129,13 +145,22 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
     if problem is not None:
         raise problem
     tokens = pool_tokens(rollout, engine_needs(config, describe_model(config)), machine.gpu_bytes)
-    return SimulatedFleet(fleet.engines, min(fleet.max_running, max(1, int(tokens / row_tokens))))
+    return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))
 
 
 def estimate(
-    config: RunConfig, device: Device, publish_seconds: float, *, mean_tokens: float, prompt_tokens: int
+    config: RunConfig,
+    device: Device,
+    publish_seconds: float,
+    *,
+    mean_tokens: float,
+    prompt_tokens: int,
+    observed_tokens: int = 0,
 ) -> StepCosts:
     """Estimates costs on devices of one kind, for trainer and engines alike.
+
+    Args:
+        observed_tokens: of an episode, in all.
 
     Training: 3 forward passes' operations (a fourth if log-probs are scored before the update). Decoding: an engine
     reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
@@ -143,12 +168,16 @@ def estimate(
     """
     model, trainer_devices = describe_model(config), config.parallel.world_size
     engine_devices = getattr(config.rollout, "tensor", 1)
-    cost, mean_rows = sequence_flops(model), prompt_tokens + mean_tokens
+    cost, mean_rows = sequence_flops(model), prompt_tokens + observed_tokens + mean_tokens
     passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
     operations = device.tflops * 1e12
     memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
     token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
-    cache_row = engine_devices * cache_token_bytes(model, engine_devices, 2) * (prompt_tokens + mean_tokens / 2)
+    cache_row = (
+        engine_devices
+        * cache_token_bytes(model, engine_devices, 2)
+        * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
+    )
     return StepCosts(
         decode_step=2 * total_parameters(model) / memory,
         decode_row=cache_row / memory + token,
@@ -157,7 +186,54 @@ def estimate(
         train_token=passes * cost(round(mean_rows)) / mean_tokens / (operations * device.mfu * trainer_devices),
         publish=publish_seconds,
         recompute_token=token if _computes_again(config) else 0.0,
+        prefill_token=token,
     )
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An episode of a dump. environment_seconds: of all its turns. seconds: of all that was timed."""
+
+    num_prompt: int
+    turns: list[SimulatedTurn]
+    environment_seconds: float
+    seconds: float
+
+
+def _episodes(trajectories: Iterable[Trajectory]) -> list[_Episode]:
+    """Returns the episodes of a dump. Sessions of an episode count as if they were played one after the other, and each
+    gap between two turns has the same share of the time of the environment."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.lineage.episode, []).append(trajectory)
+    return [_episode(sessions) for sessions in found.values()]
+
+
+def _episode(sessions: Sequence[Trajectory]) -> _Episode:
+    sampled, observed, num_prompt = list[int](), list[int](), 0
+    for turn in (turn for session in sessions for turn in session.turns):
+        if turn.kind is TurnKind.SAMPLED:
+            sampled.append(turn.end - turn.start)
+            observed.append(0)
+        elif sampled:
+            observed[-1] += turn.end - turn.start
+        else:
+            num_prompt += turn.end - turn.start
+    acting = max(session.timings.get(_ENVIRONMENT, 0.0) for session in sessions)
+    gaps = max(1, len(sampled) - 1)
+    shares = [acting / gaps if number < gaps else 0.0 for number in range(len(sampled))]
+    turns = [SimulatedTurn(*each) for each in zip(sampled, observed, shares, strict=True)]
+    timed = sum(seconds for session in sessions for seconds in session.timings.values())
+    return _Episode(num_prompt, turns, acting, timed)
+
+
+def _later_tokens(episode: _Episode, *, keeps_prefixes: bool) -> int:
+    """Returns the tokens that an engine prefills for all turns behind the first."""
+    observed = [turn.num_observed for turn in episode.turns[:-1]]
+    if keeps_prefixes:
+        return sum(observed)
+    behind = itertools.accumulate(turn.num_tokens + turn.num_observed for turn in episode.turns[:-1])
+    return sum(episode.num_prompt + num_tokens for num_tokens in behind)
 
 
 def _computes_again(config: RunConfig) -> bool:

@@ -15,7 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, drawn_from, long_tailed, simulate
+from moerl.buffer.simulated_turns import Draw, drawn_from, in_turns, long_tailed
+from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, simulate
 from moerl.config.rollout_checks import require_engine
 from moerl.config.schema import RunConfig
 from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of, fleet_on
@@ -41,6 +42,17 @@ class Workload:
     """Mean of a response; lengths are log-normal (sigma 1), cut off at `rollout.max_new_tokens`."""
     prompt_tokens: int
     """Tokens of every prompt."""
+    turns: int = 1
+    """Turns of an episode, which share the tokens of a response equally."""
+    tool_seconds: float = 0.0
+    """Mean seconds of the environment between two turns, exponentially distributed."""
+    tool_tokens: int = 0
+    """Tokens that the environment writes between two turns."""
+
+    @property
+    def observed_tokens(self) -> int:
+        """Tokens that the environment writes in an episode."""
+        return (self.turns - 1) * self.tool_tokens
 
 
 def plan_run(
@@ -59,20 +71,25 @@ def plan_run(
     calibration = None if run_dir is None else calibrate(run_dir)
     fleet = fleet_of(config)
     if calibration is None:
-        fleet = fleet_on(config, device, workload.prompt_tokens + workload.mean_tokens)
+        fleet = fleet_on(config, device, workload.prompt_tokens + workload.observed_tokens + workload.mean_tokens)
         publish = update_seconds(config, bandwidths)
         costs = estimate(
-            config, device, publish, mean_tokens=workload.mean_tokens, prompt_tokens=workload.prompt_tokens
+            config,
+            device,
+            publish,
+            mean_tokens=workload.mean_tokens,
+            prompt_tokens=workload.prompt_tokens,
+            observed_tokens=workload.observed_tokens,
         )
         console.print(_assumptions(config, device, workload, fleet))
     else:
         costs = calibration.costs
         console.print(
             f"costs of {calibration.num_steps} steps of {run_dir}: {calibration.step_seconds:.2f} s a step as measured,"
-            f" lengths of {len(calibration.lengths)} responses in its dumps"
+            f" lengths of {len(calibration.episodes)} responses in its dumps{_measured_turns(calibration)}"
         )
     console.print(_parts(costs))
-    console.print(_table(config, fleet, costs, lambda: _lengths(config, calibration, workload), console))
+    console.print(_table(config, fleet, costs, lambda: _episodes(config, calibration, workload), console))
     return 0
 
 
@@ -80,22 +97,33 @@ def predict(
     config: RunConfig,
     limits: QueueLimits,
     costs: StepCosts,
-    length: Callable[[], int],
+    episode: Draw,
     fleet: SimulatedFleet | None = None,
 ) -> Simulated:
-    """Returns what a run of this configuration would do with these slots, costs and lengths.
+    """Returns what a run of this configuration would do with these slots, costs and episodes.
 
     Args:
         fleet: engines; None for those of the configuration, if the memory of their devices is no limit.
     """
-    return simulate(limits, fleet or fleet_of(config), costs, group_size=config.rl.group_size, length=length)
+    return simulate(limits, fleet or fleet_of(config), costs, group_size=config.rl.group_size, episode=episode)
 
 
-def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Callable[[], int]:
-    """Returns a source of lengths, which begins with the same ones at each call of this function."""
+def _episodes(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Draw:
+    """Returns a source of episodes, which begins with the same ones at each call of this function."""
     if calibration is not None:
-        return drawn_from(calibration.lengths, config.seed)
-    return long_tailed(workload.mean_tokens, config.rollout.max_new_tokens, config.seed)
+        return drawn_from(calibration.episodes, config.seed)
+    longest = max(1, config.rollout.max_new_tokens - workload.observed_tokens)
+    length = long_tailed(workload.mean_tokens, longest, config.seed)
+    return in_turns(length, workload.turns, workload.tool_tokens, workload.tool_seconds, config.seed)
+
+
+def _measured_turns(calibration: Calibration) -> str:
+    """Returns what is to be said of episodes; nothing if all have one turn."""
+    turns = [turn for episode in calibration.episodes for turn in episode]
+    if len(turns) == len(calibration.episodes):
+        return ""
+    acting = sum(turn.environment_seconds for turn in turns) / len(calibration.episodes)
+    return f", of {len(turns) / len(calibration.episodes):.3g} turns and {acting:.3g} s of the environment in the mean"
 
 
 def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: SimulatedFleet) -> str:
@@ -107,6 +135,12 @@ def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: S
         f" {device.tflops:g} TFLOP/s, {device.mfu:.0%} of which training reaches, and {device.memory_gb_per_second:g}"
         f" GB/s\nprompts of {workload.prompt_tokens} tokens, responses of {workload.mean_tokens:g} on average,"
         f" log-normal, at most {config.rollout.max_new_tokens}"
+        + (
+            f"\n{workload.turns} turns, between two of them {workload.tool_tokens} tokens and"
+            f" {workload.tool_seconds:g} s of the environment on average"
+            if workload.turns > 1
+            else ""
+        )
     )
 
 
@@ -122,10 +156,10 @@ def _table(
     config: RunConfig,
     fleet: SimulatedFleet,
     costs: StepCosts,
-    lengths: Callable[[], Callable[[], int]],
+    episodes: Callable[[], Draw],
     console: Console,
 ) -> Table:
-    """Makes a row for each setting that the placement of engines allows, with the same lengths in all; the setting of
+    """Makes a row for each setting that the placement of engines allows, with the same episodes in all; the setting of
     the configuration is bold."""
     own, per_step, colocated = config.queue_limits(), config.rl.prompts_per_step, config.rollout.is_colocated
     ahead = () if colocated else STALENESS
@@ -139,7 +173,7 @@ def _table(
     base = 0.0
     rows = list(dict.fromkeys([*settings, own]))
     for limits in track(rows, "simulating", console=console, transient=True, disable=not console.is_terminal):
-        found = predict(config, limits, costs, lengths(), fleet)
+        found = predict(config, limits, costs, episodes(), fleet)
         base = base or found.tokens_per_second
         table.add_row(
             str(limits.max_staleness),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -286,14 +286,12 @@ class RLStage:
                 self.groups.settle()
 
     def _update_costs(self) -> dict[str, float]:
-        """Returns the metrics of weight updates since the last call."""
+        """Returns the metrics of weight updates and of prefix caches since the last call."""
         if self.live is None or self._costs is None:
             return {}
         metrics, self._published = dict(self._published), {}
         before, self._costs = self._costs, replace(self.live.engine.costs)
-        for each in fields(before):
-            metrics[f"weights/{each.name}"] = getattr(self._costs, each.name) - getattr(before, each.name)
-        return metrics
+        return metrics | step_metrics.sampling_metrics(before, self._costs)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Runs in the controller. Names, units and meanings: docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
+from moerl.contract.ports import SamplingCosts
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
 from moerl.orchestration.episode_metrics import episode_metrics
@@ -258,3 +259,11 @@ def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, fl
 def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
     """Compares as `agreement_metrics` does, per MoE layer."""
     return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}
+
+
+def sampling_metrics(before: SamplingCosts, after: SamplingCosts) -> dict[str, float]:
+    """Returns the metrics of weight updates and of prefix caches between two states of an engine's costs."""
+    costs = {each.name: getattr(after, each.name) - getattr(before, each.name) for each in fields(before)}
+    num_asked, num_cached = costs.pop("asked_tokens"), costs.pop("cached_tokens")
+    metrics = {f"weights/{name}": value for name, value in costs.items()}
+    return metrics | ({"rollout/prefix_hit_rate": num_cached / num_asked} if num_asked else {})

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.errors import EngineError
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         # Held during a step and during a weight swap: other threads see the engine between steps only.
         self._lock = threading.Lock()
         self.unfinished: list[str] = []
-        self.costs = InterruptCosts()
+        self.costs = SamplingCosts()
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(

@@ -61,6 +61,11 @@ class Metric:
     """True if two runs of one configuration on one machine report the same value."""
 
 
+def _timed(name: str, unit: str, meaning: str) -> Metric:
+    """Returns a metric whose values depend on time."""
+    return Metric(name, unit, meaning, deterministic=False)
+
+
 _MISMATCH = (
     ("logprob_abs_mean", "nat", "mean |d| of sampled tokens, d = trainer log-prob - rollout log-prob"),
     ("logprob_abs_max", "nat", "largest |d|"),
@@ -96,18 +101,16 @@ _ALL = (
     Metric("episode/sessions_mean", "session", "mean sessions of an episode in which something was sampled"),
     Metric("episode/turn_tokens_mean", "token", "mean sampled tokens of a turn"),
     Metric("episode/observed_share", "1", "observed tokens over those behind the prompts, sampled and observed"),
-    Metric(
+    _timed(
         "episode/environment_seconds",
         "s",
         "mean time of an episode in which none of its sessions waited for the engine",
-        deterministic=False,
     ),
-    Metric(
+    _timed(
         "episode/sampling_seconds",
         "s",
         "mean time in which the engine sampled turns of an episode, without waiting for a slot; sessions side by side"
         " are summed up",
-        deterministic=False,
     ),
     Metric("groups/zero_variance", "group", "groups whose rewards are all equal: they teach nothing"),
     Metric("groups/zero_variance_share", "1", "the same, over all groups of the batch"),
@@ -196,16 +199,9 @@ _ALL = (
     Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled"),
     Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained"),
     Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)"),
-    Metric("groups/waiting", "group", "finished groups left in the queue when a batch was taken", deterministic=False),
-    Metric(
-        "staleness/age_max",
-        "version",
-        "versions between the oldest token and the trained weights, largest",
-        deterministic=False,
-    ),
-    Metric(
-        "staleness/age_mean", "version", "the same, mean over trajectories of their oldest token", deterministic=False
-    ),
+    _timed("groups/waiting", "group", "finished groups left in the queue when a batch was taken"),
+    _timed("staleness/age_max", "version", "versions between the oldest token and the trained weights, largest"),
+    _timed("staleness/age_mean", "version", "the same, mean over trajectories of their oldest token"),
     Metric("staleness/versions_max", "version", "versions that sampled one trajectory, largest", False),
     Metric("staleness/versions_mean", "version", "the same, mean over trajectories", False),
     *(
@@ -213,71 +209,61 @@ _ALL = (
         for name in AGES
     ),
     Metric("tokens/left_out", "token", "sampled since the batch before in groups that are not trained", False),
-    Metric(
-        "waiting/engine_for_slots",
-        "1",
-        "share of the time since the batch before in which no group was sampled",
-        deterministic=False,
-    ),
-    Metric("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`", deterministic=False),
-    Metric("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`", deterministic=False),
+    _timed("waiting/engine_for_slots", "1", "share of the time since the batch before in which no group was sampled"),
+    _timed("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`"),
+    _timed("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`"),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("weights/bytes", "byte", "size of the weights that all ranks together sent to the engine"),
     Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to send it to the engine"),
-    Metric("weights/gather_seconds", "s", "time that rank 0 spent gathering buckets", deterministic=False),
-    Metric("weights/send_seconds", "s", "time that rank 0 spent sending buckets to the engine", deterministic=False),
-    Metric("weights/end_seconds", "s", "time that the engine needed to switch to the new version", deterministic=False),
-    Metric(
+    _timed("weights/gather_seconds", "s", "time that rank 0 spent gathering buckets"),
+    _timed("weights/send_seconds", "s", "time that rank 0 spent sending buckets to the engine"),
+    _timed("weights/end_seconds", "s", "time that the engine needed to switch to the new version"),
+    _timed(
         "weights/check_seconds",
         "s",
         "time of comparing checksums of all tensors; this and the two above: of asking for it, if an engine takes"
         " weights during the next step",
-        deterministic=False,
     ),
-    Metric(
+    _timed(
         "weights/interrupted",
         "rollout",
         "responses in progress when the update began; 0 if a step waits for all its responses",
-        deterministic=False,
     ),
-    Metric(
-        "weights/recomputed_tokens",
-        "token",
-        "tokens whose keys and values were computed again because of the update",
-        deterministic=False,
+    _timed(
+        "weights/recomputed_tokens", "token", "tokens whose keys and values were computed again because of the update"
     ),
-    Metric("weights/stalled_seconds", "s", "time without sampling because of the update", deterministic=False),
-    Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
-    Metric(
+    _timed("weights/stalled_seconds", "s", "time without sampling because of the update"),
+    _timed(
+        "rollout/prefix_hit_rate",
+        "1",
+        "tokens that servers had in their prefix caches, over tokens that they were sent to go on behind; evaluations"
+        " since the row before count",
+    ),
+    _timed("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`"),
+    _timed(
         "throughput/model_flops_per_second",
         "FLOP/s",
         "operations that the model needs for the step's tokens, forward and backward (`moerl.batching.cost`), over"
         " `seconds/train` and the trainer's ranks; passes without an update and recomputation take time and count as"
         " nothing",
-        deterministic=False,
     ),
-    Metric(
+    _timed(
         "throughput/mfu",
         "1",
         "the same over the GPU's peak in bfloat16, dense; if `moerl.telemetry.devices` knows the GPU and the trainer"
         " computes in bfloat16",
-        deterministic=False,
     ),
-    *(Metric(f"seconds/{span}", "s", meaning, deterministic=False) for span, meaning in SPANS.items()),
-    Metric(
-        "memory/peak_rss_bytes", "byte", "peak resident memory of the largest process of the run", deterministic=False
-    ),
-    Metric(
+    *(_timed(f"seconds/{span}", "s", meaning) for span, meaning in SPANS.items()),
+    _timed("memory/peak_rss_bytes", "byte", "peak resident memory of the largest process of the run"),
+    _timed(
         "memory/gpu_allocated_bytes",
         "byte",
         "most of a GPU's memory that tensors of the trainer had at once since the row before; largest rank, on GPUs",
-        deterministic=False,
     ),
-    Metric(
+    _timed(
         "memory/gpu_reserved_bytes",
         "byte",
         "the same of what torch's allocator had; an engine in the process of a rank counts, servers do not",
-        deterministic=False,
     ),
 )
 

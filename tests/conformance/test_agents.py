@@ -24,7 +24,7 @@ from episode_texts import TEXTS
 from full_updates import send
 from transformers import Qwen3MoeForCausalLM
 
-from moerl.contract.episodes import AgentEndpoint, Session
+from moerl.contract.episodes import AgentEndpoint, Session, in_thread
 from moerl.contract.ports import Chat, Prompt
 from moerl.contract.trajectory import Trajectory, TurnKind
 from moerl.episodes.play import Episode, play
@@ -102,6 +102,45 @@ def played(engine: Engine, count: int, models: Models) -> list[Trajectory]:
     assert [str(each.error) for each in ends if each.error is not None] == []
     assert len({each.rollout_id for each in ends}) == len(ends) == count
     return [Trajectory(**record.values) for each in ends for record in each.records]
+
+
+def test_a_turn_after_an_update_reads_all_that_is_new_to_it_with_the_new_weights(build: Build, subject: Subject):
+    """A fork has left all tokens of the second turn's prompt, the observation too, in a prefix cache before."""
+    engine, models = build(), {version: subject.model(version) for version in (0, 1)}
+    ready, updated = Progress([6]), threading.Event()
+
+    async def updated_between_turns(session: Session) -> Mapping[str, float]:
+        await session.sample(5)
+        session.observe("an observation of some length")
+        await session.fork().sample(3)
+        ready.answered()
+        await in_thread(lambda: updated.wait(300.0))
+        await session.sample(5)
+        return {"reward": 1.0}
+
+    def update() -> None:
+        assert ready.wait(6)
+        send(engine, 1, {name: tensor for name, tensor in checkpoint(models[1]) if name not in TIED})
+        updated.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    episodes = [Episode(request, updated_between_turns) for request in make_requests(6, MAX_TOKENS)]
+    check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
+    ends = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=300.0))
+    thread.join(60.0)
+    for episode in ends:
+        assert episode.error is None
+        trajectory = Trajectory(**episode.records[0].values)
+        first, second = (turn for turn in trajectory.turns if turn.kind is TurnKind.SAMPLED)
+        assert set(trajectory.policy_versions[first.start : first.end].tolist()) == {0}
+        assert set(trajectory.policy_versions[second.start : second.end].tolist()) == {1}
+        require_versions(trajectory, models, computes_again=True)
+        rows, split = np.sort(trajectory.expert_ids, -1), first.end - 1
+        old, new = (forward(model, trajectory.token_ids)[1][:-1] for model in models.values())
+        assert np.array_equal(rows[:split], old[:split])
+        assert np.array_equal(rows[split:], new[split:]), "the last token of the first turn, and the observation"
+        assert not np.array_equal(old[split : second.start], new[split : second.start]), "the weights tell apart"
 
 
 def require_versions(trajectory: Trajectory, models: Models, *, computes_again: bool) -> Counter[int]:

@@ -128,6 +128,7 @@ def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
         assert metrics["mismatch/logprob_abs_max"] <= 1e-5
         assert metrics["mismatch/tokens_with_different_experts"] == 0
         assert metrics["quarantine/count"] == 0
+        assert 0 < metrics["rollout/prefix_hit_rate"] < 1
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "abort_resume", "drain"])

@@ -18,10 +18,10 @@ import msgspec
 from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import (
     EngineInfo,
-    InterruptCosts,
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
+    SamplingCosts,
 )
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.contract.wire import decode_records
@@ -108,7 +108,7 @@ class BesideEngine:
     def __init__(self, start: StartEngine, process: EngineProcess) -> None:
         self._spec, self._version, self._process = start.spec, start.version, process
         self.unfinished: list[str] = []
-        self.costs = InterruptCosts()
+        self.costs = SamplingCosts()
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._answers: queue.SimpleQueue[EngineAnswer | None] = queue.SimpleQueue()

@@ -97,9 +97,9 @@ class EngineAnswer(_Message, tag="answer"):
     is_on_device: bool = False
     """Value of `EmbeddedEngine.is_on_device`, in the answer to `StartEngine`."""
     interrupted: int = 0
-    """Rollouts, as in `InterruptCosts`, in answers to `Update`."""
+    """Rollouts, as in `SamplingCosts`, in answers to `Update`."""
     stalled_seconds: float = 0.0
-    """Seconds, as in `InterruptCosts`, in answers to `Update`."""
+    """Seconds, as in `SamplingCosts`, in answers to `Update`."""
     peak_rss_bytes: int = 0
     """Peak resident memory of the process, in answers to `Update`."""
     receiver: ReceiverAddress | None = None

@@ -63,6 +63,10 @@ class AttemptResult:
     """Reason for which the attempt ended."""
     segment: Segment | None
     """Tokens that were sampled; None if none were."""
+    asked_tokens: int = 0
+    """Tokens that the server was sent, if it said how many of them it had; else 0."""
+    cached_tokens: int = 0
+    """Tokens of these whose keys and values were in its prefix cache."""
 
 
 class AttemptReply(Protocol):

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moerl.contract.fields import Lineage
+
+
+class Homes:
+    """Servers that have prefixes of the requests of one stream in their caches."""
+
+    def __init__(self) -> None:
+        self._of_sessions: dict[str, str] = {}
+        self._of_groups: dict[str, str] = {}
+
+    def find(self, lineage: Lineage) -> str | None:
+        """Returns the server that got the latest turn of the session; without one the latest of the session that it
+        forks from; without one the latest request of the group, which has the same prompt. None if there is none."""
+        sessions = self._of_sessions
+        return (
+            sessions.get(lineage.session)
+            or sessions.get(lineage.parent_rollout_id)
+            or self._of_groups.get(lineage.group_id)
+        )
+
+    def chose(self, lineage: Lineage, name: str) -> None:
+        """Records the server that gets a request."""
+        self._of_sessions[lineage.session] = self._of_groups[lineage.group_id] = name
+
 
 def choose_server(loads: Mapping[str, int], home: str | None, max_running: int) -> str | None:
-    """Returns the least loaded server, or the one with the prompt's prefix in its cache if that one is hardly busier.
+    """Returns the least loaded server, or the one with a prefix of the request if that one is hardly busier.
 
     Args:
         loads: requests under way on each server that may get more, by name.
-        home: the server that got the last request with the same prompt.
+        home: the server of `Homes.find`.
         max_running: requests that a server works on side by side.
 
     Returns:

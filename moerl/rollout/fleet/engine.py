@@ -18,10 +18,10 @@ from torch import Tensor
 from moerl.contract.commands import Target
 from moerl.contract.ports import (
     EngineInfo,
-    InterruptCosts,
     ReportedLayers,
     RolloutRecord,
     RolloutRequest,
+    SamplingCosts,
 )
 from moerl.contract.update_kinds import check_update
 from moerl.contract.weight_update import WeightUpdate
@@ -48,7 +48,7 @@ class FleetEngine:
     Attributes:
         unfinished: rollout ids of the latest `generate` call that yielded no record: aborted before their first token,
             or given up. Ask for them again.
-        costs: of weight updates, summed up.
+        costs: of weight updates and prefix caches, summed up.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FleetEngine:
         self._stalled_at = 0.0
         self._will_check = self._awaits_check = self._sleeps = False
         self.unfinished: list[str] = []
-        self.costs = InterruptCosts()
+        self.costs = SamplingCosts()
         self._loop = LoopThread(f"{options.engine_id}-http")
         # A place that waits for its server must not keep others from their updates.
         workers = ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")

@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from moerl.contract.fields import Lineage
 from moerl.errors import EngineError, MoerlError, WeightSyncError
 from moerl.rollout.fleet.backend import Connect, KeyRefusedError, ServerLauncher, TransportError
 from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
-from moerl.rollout.fleet.dispatch import choose_server
+from moerl.rollout.fleet.dispatch import Homes, choose_server
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.fleet.replica import Replica, StaleServerError, State
 
@@ -47,8 +48,7 @@ class Fleet:
         self._admits.set()
         self._samples.set()
         self._changed = asyncio.Event()
-        self._waiting: deque[tuple[str, asyncio.Future[Replica]]] = deque()
-        self._homes: dict[str, str] = {}
+        self._waiting: deque[tuple[Lineage, Homes, asyncio.Future[Replica]]] = deque()
         self._work: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
         self._is_closed = False
@@ -116,18 +116,19 @@ class Fleet:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def admit(self, group_id: str) -> Replica:
+    async def admit(self, lineage: Lineage, homes: Homes) -> Replica:
         """Waits for a server with room; `release` it afterwards.
 
         Args:
-            group_id: of requests with the same prompt.
+            lineage: of the request.
+            homes: of its stream.
 
         Raises:
             MoerlError: all servers are given up; it is the error of the last one.
         """
         self._raise_if_dead()
         place: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
-        self._waiting.append((group_id, place))
+        self._waiting.append((lineage, homes, place))
         self._hand_out()
         try:
             return await place
@@ -181,17 +182,17 @@ class Fleet:
     def _hand_out(self) -> None:
         """Gives places to those who wait for them, first come, first served."""
         while self._waiting and self._admits.is_set():
-            group_id, place = self._waiting[0]
+            lineage, homes, place = self._waiting[0]
             if not place.done():
                 loads = {replica.name: replica.load for replica in self.replicas if replica.state is State.HEALTHY}
-                name = choose_server(loads, self._homes.get(group_id), self._options.max_running)
+                name = choose_server(loads, homes.find(lineage), self._options.max_running)
                 if name is None:
                     return
                 replica = next(replica for replica in self.replicas if replica.name == name)
                 if replica.load == 0:
                     replica.heard_at = time.monotonic()
                 replica.load += 1
-                self._homes[group_id] = name
+                homes.chose(lineage, name)
                 place.set_result(replica)
             self._waiting.popleft()
 
@@ -214,7 +215,6 @@ class Fleet:
     async def check_versions(self, version: int) -> None:
         """Replaces servers that hold other weights: somebody else has restarted or updated them. Called before the
         requests of a `generate` call."""
-        self._homes.clear()
         await asyncio.gather(*(self._compare(replica, version) for replica in self.current))
 
     async def _compare(self, replica: Replica, version: int) -> None:
@@ -317,7 +317,7 @@ class Fleet:
     def _turn_away(self) -> None:
         error = self._end_of_all()
         while error is not None and self._waiting:
-            _, place = self._waiting.popleft()
+            _, _, place = self._waiting.popleft()
             if not place.done():
                 place.set_exception(error)
 

@@ -13,11 +13,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moerl.contract.ports import InterruptCosts, RolloutRecord, RolloutRequest
+from moerl.contract.ports import RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError, EngineError
 from moerl.rollout.fleet.backend import Attempt, AttemptReply, KeyRefusedError, TransportError, new_request_id
 from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
+from moerl.rollout.fleet.dispatch import Homes
 from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
 from moerl.rollout.fleet.replica import Replica
 from moerl.rollout.fleet.segments import Segment, trajectory_values
@@ -76,6 +77,8 @@ class Call:
     """Rollouts to ask for; None ends them."""
     outcomes: queue.SimpleQueue[list[RolloutRecord] | None] = field(default_factory=queue.SimpleQueue)
     """Records for the thread that iterates the stream; None ends them."""
+    homes: Homes = field(default_factory=Homes)
+    """Servers that have prefixes of its rollouts."""
 
     def add(self, rollouts: Sequence[Rollout] | None) -> None:
         """Adds rollouts to ask for; None if no more will come."""
@@ -91,7 +94,7 @@ class RequestLoop:
         is_cutting: True while such an update does so.
     """
 
-    def __init__(self, fleet: Fleet, spec: ModelSpec, costs: InterruptCosts, version: int) -> None:
+    def __init__(self, fleet: Fleet, spec: ModelSpec, costs: SamplingCosts, version: int) -> None:
         self._fleet, self._spec, self._costs = fleet, spec, costs
         self.version, self.epoch, self.is_cutting = version, 0, False
 
@@ -154,7 +157,7 @@ class RequestLoop:
         """Asks until the rollout is finished, and delivers it."""
         while True:
             reason = None
-            replica = await self._fleet.admit(rollout.request.lineage.group_id)
+            replica = await self._fleet.admit(rollout.request.lineage, call.homes)
             rollout.admitted_at = rollout.admitted_at or time.perf_counter()
             try:
                 reply = None if rollout.is_aborted else await self._ask(replica, rollout)
@@ -230,6 +233,8 @@ class RequestLoop:
             EngineError: it is shorter or longer than asked for.
         """
         answer = reply.decode()
+        self._costs.asked_tokens += answer.asked_tokens
+        self._costs.cached_tokens += answer.cached_tokens
         segment = answer.segment
         if segment is not None:
             last_version = int(segment.policy_versions[-1])

@@ -175,6 +175,23 @@ def finish_reason(meta: Mapping[str, Any]) -> FinishReason:
     return FinishReason(kind)
 
 
+def cached_tokens(meta: Mapping[str, Any], num_sent: int) -> int:
+    """Returns how many of the tokens that were sent the server had in its prefix cache.
+
+    Raises:
+        ContractError: it does not say, or says what cannot be.
+    """
+    count = meta.get("cached_tokens")
+    if type(count) is not int or not 0 <= count <= num_sent:
+        raise ContractError(
+            Reason.MESSAGE_MALFORMED,
+            field="cached_tokens",
+            seen=count,
+            expected=f"a whole number from 0 to {num_sent}, the tokens that were sent",
+        )
+    return count
+
+
 def version_spans(meta: Mapping[str, Any]) -> list[VersionSpan]:
     """Reads the weight versions of an answer.
 

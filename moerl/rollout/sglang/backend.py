@@ -15,7 +15,14 @@ from moerl.rollout.fleet.backend import Attempt, AttemptResult, ModelFacts, Serv
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.sglang.answers import decode_compact, finish_reason, num_sampled, read_segment, version_spans
+from moerl.rollout.sglang.answers import (
+    cached_tokens,
+    decode_compact,
+    finish_reason,
+    num_sampled,
+    read_segment,
+    version_spans,
+)
 from moerl.rollout.sglang.bounds import AnswerBounds, answer_bounds
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
 from moerl.rollout.sglang.client import ServerClient, request_body
@@ -93,8 +100,10 @@ class SGLangReply:
         answer = decode_compact(self.meta.get("compact_answer"), self.bounds.payload_bytes)
         if num_sampled(answer) == 0:
             return AttemptResult(reason, None)
-        num_before, spans = len(self.attempt.sampled_ids), version_spans(self.meta)
-        return AttemptResult(reason, read_segment(self.attempt.request, answer, spans, num_before, self.spec))
+        request, num_before = self.attempt.request, len(self.attempt.sampled_ids)
+        segment = read_segment(request, answer, version_spans(self.meta), num_before, self.spec)
+        num_sent = len(request.prompt_ids) + num_before
+        return AttemptResult(reason, segment, num_sent, cached_tokens(self.meta, num_sent))
 
 
 class SGLangBackend:

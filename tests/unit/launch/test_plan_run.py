@@ -14,9 +14,10 @@ from factories import QWEN3_30B, make_trajectory, write_hf_config
 from published_models import DEEPSEEK_V3
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import drawn_from
+from moerl.buffer.simulated_turns import SimulatedTurn, drawn_from
 from moerl.config.load import dump_config, load_plan
 from moerl.contract.disk import write_parquet
+from moerl.contract.trajectory import KeptSets, Trajectory, Turn, TurnKind
 from moerl.errors import ConfigError
 from moerl.launch.calibration import Device, calibrate, estimate, fleet_on
 from moerl.launch.plan_run import Workload, plan_run, predict
@@ -27,9 +28,9 @@ LENGTHS = (4, 9, 30)
 RESPONSES = 24 * 8
 
 
-def make_run(folder: Path, *overrides: str, steps: int = 20, **changed: Any) -> Path:
+def make_run(folder: Path, *overrides: str, steps: int = 20, acting: float = 0.0, **changed: Any) -> Path:
     """A run directory whose steps took 10 ms for a token, 1 ms for each of its rows, 2 ms for a prompt; 0.5 s and 0.1
-    ms for a token of training; 0.05 s for weights."""
+    ms for a token of training; 0.05 s for weights. acting: seconds of the environment in a step."""
     folder.mkdir()
     config = load_plan(["recipe=laptop", f"run_dir={folder}", *overrides])
     (folder / "config.yaml").write_text(dump_config(config))
@@ -37,7 +38,7 @@ def make_run(folder: Path, *overrides: str, steps: int = 20, **changed: Any) -> 
     for step in range(steps):
         mean, longest = float(rng.uniform(10, 20)), float(rng.integers(30, 72))
         tokens = mean * RESPONSES
-        rollout = 0.010 * longest + 0.001 * tokens + 0.002 * RESPONSES
+        rollout = acting + 0.010 * longest + 0.001 * tokens + 0.002 * RESPONSES
         row = {
             "stage": "rl",
             "step": step + 1,
@@ -58,7 +59,7 @@ def make_run(folder: Path, *overrides: str, steps: int = 20, **changed: Any) -> 
 
 def test_the_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
     found = calibrate(make_run(tmp_path / "run"))
-    assert sorted(found.lengths) == list(LENGTHS)
+    assert sorted(found.episodes, key=lambda turns: turns[0].num_tokens) == [[SimulatedTurn(n)] for n in LENGTHS]
     assert found.num_steps == 19
     costs = found.costs
     assert (costs.decode_step, costs.decode_row) == pytest.approx((0.010, 0.001))
@@ -72,10 +73,58 @@ def test_a_calibrated_prediction_is_the_step_that_was_measured(tmp_path: Path) -
     found, config = calibrate(folder), load_plan(["recipe=laptop", f"run_dir={tmp_path / 'new'}"])
     # The dump stands for the run where its lengths are those of the run.
     lengths = [10, 12, 15, 18, 20, 15, 50]
-    predicted = predict(config, QueueLimits(24), found.costs, drawn_from(lengths, 1))
+    predicted = predict(config, QueueLimits(24), found.costs, drawn_from([[SimulatedTurn(n)] for n in lengths], 1))
     mean = sum(lengths) / len(lengths)
     wanted = 0.010 * 50 + RESPONSES * (0.001 * mean + 0.002) + 0.5 + 0.0001 * mean * RESPONSES + 0.05
     assert predicted.step_seconds == pytest.approx(wanted, rel=0.02)
+
+
+def in_turns(name: str, *sampled: int, observed: int = 3, seconds: float = 0.0) -> Trajectory:
+    """An episode with turns of so many tokens behind a prompt of five, and its time in the environment."""
+    made = make_trajectory(
+        np.random.default_rng(0),
+        num_prompt=5,
+        num_sampled=sum(sampled) + observed * (len(sampled) - 1),
+        rollout_id=name,
+    )
+    spans, at = [Turn(0, 5, TurnKind.PROMPT)], 5
+    flags, sampling = made.sampled.copy(), made.turns[1].sampling
+    for number, count in enumerate(sampled):
+        if number:
+            flags[at : at + observed] = False
+            spans.append(Turn(at, at := at + observed, TurnKind.OBSERVATION))
+        spans.append(Turn(at, at := at + count, TurnKind.SAMPLED, sampling))
+    hidden = ~flags
+    sizes = np.where(hidden, 0, made.kept.sizes)
+    keep = np.repeat(flags, made.kept.sizes)
+    return replace(
+        made,
+        turns=tuple(spans),
+        sampled=flags,
+        truncated=made.truncated & flags,
+        rollout_logprobs=np.where(hidden, np.float32(0), made.rollout_logprobs),
+        kept_logmass=np.where(hidden, np.float32(0), made.kept_logmass),
+        policy_versions=np.where(hidden, np.int32(-1), made.policy_versions),
+        kept=KeptSets(np.concatenate([[0], np.cumsum(sizes)]), made.kept.ids[keep]),
+        timings={"sampling_seconds": 1.0, "environment_seconds": seconds},
+    )
+
+
+@pytest.mark.parametrize("keys", [(), ("rollout=sglang",)])
+def test_a_run_of_episodes_has_its_turns_and_the_time_of_their_environments(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run", *keys, acting=2.0)
+    episodes = [in_turns("a", 4, 6, 2, seconds=2.0), in_turns("b", 12, seconds=0.5)]
+    write_parquet(folder / "rollouts" / "step-000010.parquet", episodes)
+    found = calibrate(folder)
+    first = [SimulatedTurn(4, 3, 1.0), SimulatedTurn(6, 3, 1.0), SimulatedTurn(2)]
+    assert found.episodes == [first, [SimulatedTurn(12, 0, 0.5)]]
+    assert (found.costs.decode_step, found.costs.decode_row) == pytest.approx((0.010, 0.001)), "without the environment"
+    # 2 ms of an episode: five tokens of prompt, and 6 that the first observes; without prefixes all before, too.
+    tokens = 5 + (6 if keys else (5 + 7) + (5 + 16)) / 2
+    assert found.costs.prefill_token == pytest.approx(0.002 / tokens)
+    assert found.costs.prefill_row == pytest.approx(5 * 0.002 / tokens)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +189,18 @@ def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(
     assert rows[0][5] == "1.00"
     assert all(row[-1].endswith("%") for row in rows)
     assert all(int(row[8]) <= int(row[0]) for row in rows if row[1] in ("1", "drop"))
+
+
+def test_a_plan_of_episodes_says_what_it_assumes_of_their_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    config, bandwidths = load_plan(["recipe=laptop"]), Bandwidths(1e9, 1e9)
+    steps: list[float] = []
+    for turns in (1, 4):
+        workload = Workload(40, 20, turns, tool_seconds=30.0, tool_tokens=5)
+        plan_run(config, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths)
+        text = capsys.readouterr().out
+        steps.append(float(re.findall(r"^ *0 +1 +1 +([\d.]+)", text, re.MULTILINE)[0]))
+    assert "4 turns, between two of them 5 tokens and 30 s of the environment on average" in text
+    assert steps[1] > steps[0] + 3 * 30
 
 
 def test_a_calibrated_table_names_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from factories import FULL, make_trajectory
 
 from moerl.contract.batch import TrainSample
 from moerl.contract.parallel import ParallelDims, RankCoordinates
+from moerl.contract.ports import SamplingCosts
 from moerl.contract.shares import cut_share
 from moerl.contract.trainer import ROW_COLUMNS, DeviceUse, UpdateReport
 from moerl.contract.trajectory import FinishReason, Trajectory
@@ -25,6 +26,7 @@ from moerl.orchestration.step_metrics import (
     loss_metrics,
     policy_metrics,
     rollout_metrics,
+    sampling_metrics,
     speed_metrics,
     update_metrics,
 )
@@ -195,3 +197,11 @@ def test_utilisation_is_the_speed_of_a_rank_over_the_peak_of_its_gpu() -> None:
 )
 def test_utilisation_is_left_out_if_the_peak_is_not_known(devices: list[DeviceUse], dtype: str) -> None:
     assert speed_metrics(6.0, 2.0, 3, devices, dtype) == {"throughput/model_flops_per_second": 1.0}
+
+
+def test_prefix_hits_of_a_step_are_over_what_servers_were_sent_in_it():
+    before, after = SamplingCosts(1, 5, 0.5, 100, 90), SamplingCosts(3, 9, 2.0, 140, 120)
+    updates = {"weights/interrupted": 2, "weights/recomputed_tokens": 4, "weights/stalled_seconds": 1.5}
+    assert sampling_metrics(before, after) == updates | {"rollout/prefix_hit_rate": 30 / 40}
+    none = dict.fromkeys(updates, 0)
+    assert sampling_metrics(after, after) == none, "an engine without a prefix cache, or a step without a request"

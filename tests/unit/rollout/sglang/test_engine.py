@@ -73,6 +73,10 @@ def spoiled(kind: str, body: dict[str, Any]) -> Answer:
         "corrupt": (200, msgspec.msgpack.encode(reply(body, compact_answer=field[:-8] + bytes(8)))),
         "truncated": (200, msgspec.msgpack.encode(reply(body, compact_answer=field[:40]))),
         "without the field": (200, msgspec.msgpack.encode(reply(body, compact_answer=None))),
+        "more from the cache than was sent": (200, msgspec.msgpack.encode(reply(body, cached_tokens=4))),
+        "less than nothing from the cache": (200, msgspec.msgpack.encode(reply(body, cached_tokens=-1))),
+        "nothing said of the cache": (200, msgspec.msgpack.encode(reply(body, cached_tokens=None))),
+        "half a token from the cache": (200, msgspec.msgpack.encode(reply(body, cached_tokens=1.5))),
     }
     return answers[kind]
 
@@ -80,7 +84,13 @@ def spoiled(kind: str, body: dict[str, Any]) -> Answer:
 KINDS = ["no answer", "overloaded", "half an answer", "a list", "no meta", "of another request", "corrupt", "truncated"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "without the field"])
+CACHED = [
+    *("more from the cache than was sent", "less than nothing from the cache"),
+    *("nothing said of the cache", "half a token from the cache"),
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "without the field", *CACHED])
 def test_a_damaged_answer_is_asked_for_again_under_the_same_rollout_id(kind: str, fake: FakeServer, connect):
     good = fake.answer
     fake.answer = lambda body: spoiled(kind, body) if len(fake.bodies) <= 2 else good(body)
@@ -89,6 +99,13 @@ def test_a_damaged_answer_is_asked_for_again_under_the_same_rollout_id(kind: str
     rids = [body["rid"] for body in fake.bodies]
     assert len(set(rids)) == 3
     assert len({len(rid) for rid in rids}) == 1
+
+
+def test_tokens_from_prefix_caches_are_counted_over_those_that_were_sent(fake: FakeServer, connect):
+    fake.answer = lambda body: (200, msgspec.msgpack.encode(reply(body, cached_tokens=len(body["input_ids"]) - 1)))
+    engine = connect()
+    list(engine.generate(requests(5)))
+    assert (engine.costs.asked_tokens, engine.costs.cached_tokens) == (5 * 3, 5 * 2)
 
 
 def test_a_request_that_never_gets_a_whole_answer_is_named_unfinished(fake: FakeServer, connect):
