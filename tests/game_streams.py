@@ -14,7 +14,7 @@ from factories import FULL
 
 from moerl.config.load import load_config
 from moerl.contract.ports import Prompt, RolloutRequest
-from moerl.contract.trajectory import Lineage
+from moerl.contract.trajectory import TURN_REWARDS, Lineage
 from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
 from moerl.tasks.games.seeds import SeedsTask
 
@@ -50,6 +50,12 @@ def played(task: SeedsTask, *answers: str, number: int = 0, max_tokens: int = 80
     texts = Texts(encode, decode, hermes)
     (ended,) = play([episode], says(*answers), check, texts, turn_seconds=task.turn_seconds)
     return ended
+
+
+def earned(episode: PlayedEpisode) -> list[float]:
+    """Returns what each turn of the one session of an episode earned of its reward."""
+    (trajectory,) = map(check, episode.records)
+    return trajectory.scores[TURN_REWARDS][[turn.end - 1 for turn in trajectory.sampled_turns]].tolist()
 
 
 def rewards(episode: PlayedEpisode) -> list[Mapping[str, float]]:

@@ -34,9 +34,9 @@ def credit_units(batch: RewardedBatch, rewards_B: Tensor, credit: Credit) -> Cre
 
     episode: rollouts, compared in the groups of their prompts. agent: rollouts, compared with those of the same agent
     in the group. turn: turns k of rollouts, compared with the k-th turns of the same agent in the group; the reward of
-    a turn is what comes from it on, `r + sum over j >= k of t_j`, with r the reward of the rollout and t_j that of turn
-    j (rewards to go with a baseline of the same place: Williams 1992; turns in groups: Zeng et al. 2025,
-    arXiv:2505.11821). Turns of a fork are counted from the beginning of the session it comes from.
+    a turn is what was not earned before it, `r - sum over j < k of t_j`, with r the reward of the rollout and t_j the
+    part of it that turn j earned (rewards to go with a baseline of the same place: Williams 1992; turns in groups: Zeng
+    et al. 2025, arXiv:2505.11821). Turns of a fork are counted from the beginning of the session it comes from.
 
     Args:
         rewards_B: float32; of the rollouts, after all that is taken from them.
@@ -52,12 +52,10 @@ def credit_units(batch: RewardedBatch, rewards_B: Tensor, credit: Credit) -> Cre
     is_new_N[1:] = (rollout_N.diff() != 0) | (batch.turn_index_N.diff() != 0)
     unit_N = is_new_N.cumsum(0) - 1
     rollout_U, turn_U = rollout_N[is_new_N], batch.turn_index_N[is_new_N]
-    gained_U = torch.zeros(len(rollout_U), dtype=torch.float64).index_add(0, unit_N, batch.turn_rewards_N.double())
-    total_B = torch.zeros(len(rewards_B), dtype=torch.float64).index_add(0, rollout_U, gained_U)
-    before_U = gained_U.cumsum(0) - gained_U
+    earned_U = torch.zeros(len(rollout_U), dtype=torch.float64).index_add(0, unit_N, batch.turn_rewards_N.double())
+    before_U = earned_U.cumsum(0) - earned_U
     first_B = torch.searchsorted(rollout_U, torch.arange(len(rewards_B)))
-    # What a rollout gained before the turn is no matter of the turn.
-    to_go_U = (rewards_B.double() + total_B)[rollout_U] - (before_U - before_U[first_B][rollout_U])
+    to_go_U = rewards_B.double()[rollout_U] - (before_U - before_U[first_B][rollout_U])
     groups_U = _pairs(agents_B[rollout_U], turn_U)
     episodes_U = _pairs(batch.episode_index_B[rollout_U], groups_U)
     return CreditUnits(to_go_U.float(), groups_U, episodes_U, torch.bincount(unit_N))

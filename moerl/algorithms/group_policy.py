@@ -33,8 +33,8 @@ class GroupPolicy(AlgorithmSection):
     credit: Literal["episode", "agent", "turn"] = Field(
         default="episode",
         description="What an advantage belongs to: every trajectory of an episode, compared with its group; each agent,"
-        " compared with the same agent in the group; or each turn, by what is gained from it on, compared with the same"
-        " turn of the same agent.",
+        " compared with the same agent in the group; or each turn, by the reward that was not earned before it,"
+        " compared with the same turn of the same agent.",
     )
     overlong_buffer: Count | None = Field(
         description="Tokens before overlong_limit over which a reward falls by overlong_factor (DAPO); null = none."
@@ -248,7 +248,7 @@ class GroupPolicy(AlgorithmSection):
         if self.overlong_buffer is not None:
             reward = f"{reward} (less up to {self.overlong_factor:g} in the last {self.overlong_buffer} tokens)"
         group = {"episode": "group", "agent": "agent in the group", "turn": "turn in the group"}[self.credit]
-        reward = f"sum of rewards from the turn on of {reward}" if self.credit == "turn" else reward
+        reward = f"{reward} - earned before the turn" if self.credit == "turn" else reward
         against = {"mean": f" - mean({group})", "leave_one_out": f" - mean(others of the {group})", "none": ""}
         advantage = f"A = {reward}{against[self.baseline]}"
         if self.pass_k is not None:

@@ -121,7 +121,7 @@ class RewardedBatch:
     """int64; number of the turn of each of the N sampled tokens, rollout by rollout, from 0; those of a fork go on from
     the turns that it begins with."""
     turn_rewards_N: Tensor
-    """float32; reward of a turn on its last token (`Session.credit`), 0 on others."""
+    """float32; part of the reward that a turn earned (`Session.credit`), on its last token, 0 on others."""
     kl_B: Tensor | None = None
     """float32, nats; exact KL to the reference of the weights that the batch met, summed over the tokens of each
     rollout. None unless `Algorithm.kl_in_reward`."""

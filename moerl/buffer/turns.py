@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import KeptSets, Lineage, Trajectory, Turn
+from moerl.contract.trajectory import FinishReason, KeptSets, Lineage, Trajectory, Turn
 
 _PER_TOKEN = ("token_ids", "sampled", "rollout_logprobs", "kept_logmass", "policy_versions", "truncated")
 _PER_ROW = ("expert_ids", "routed")
@@ -49,8 +49,12 @@ class KeptTurn:
         return int(self.tokens.policy_versions.max())
 
     def answers(self, request: RolloutRequest) -> bool:
-        """Returns whether this turn was sampled for the same tokens, in the same place."""
-        return (self.num_known, self.prompt_checksum) == (request.known_rows, _checksum(request.prompt_ids))
+        """Returns whether this turn was sampled for the same tokens, in the same place, under the same limit if it was
+        cut."""
+        if (self.num_known, self.prompt_checksum) != (request.known_rows, _checksum(request.prompt_ids)):
+            return False
+        room = request.max_new_tokens - self.tokens.num_sampled
+        return room == 0 if self.tokens.finish_reason is FinishReason.LENGTH else room >= 0
 
     def values(self, request: RolloutRequest) -> dict[str, Any]:
         """Returns the `Trajectory` fields of the whole answer. Rows that an earlier turn has are not captured, as an

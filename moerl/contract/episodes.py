@@ -93,11 +93,11 @@ class Session(Protocol):
         ...
 
     def credit(self, reward: float, turn: int = -1) -> None:
-        """Adds a reward to a turn of this session, for `algorithm.credit=turn`; the rewards of the session count on top
-        of it.
+        """Counts a part of the session's reward as earned by one of its turns, for `algorithm.credit=turn`. What no
+        turn has earned counts as earned at the end.
 
         Args:
-            reward: finite.
+            reward: finite; several of one turn add up.
             turn: number of the sampled turn, from 0; -1 = the latest.
 
         Raises:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 MAX_KEPT_IDS = 4096
 """Largest kept set an engine may return; the finite top-k used when only top_p or min_p was asked for."""
 TURN_REWARDS = "turn_reward"
-"""Name of the side score with the rewards of turns: on the last token of each turn its reward, 0 on others."""
+"""Name of the side score with what turns earned of the reward: on the last token of each turn, 0 on others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class GymnasiumTask(SeedsTask):
                     seen = self._no_action
                     continue
                 seen, reward, is_over = await in_thread(lambda action=action: _step(env, action))
+                session.credit(reward)
                 total += reward
         rewards = {"reward": total, "accuracy": float(total >= 1.0)}
         return {**rewards, "turns": float(talk.num_turns), "finished": float(is_over)}

@@ -149,6 +149,7 @@ class OpenEnvTask(SeedsTask):
                 except ActionRefusedError as refused:
                     seen = str(refused.seen)
                     continue
+                session.credit(step.reward or 0.0)
                 seen, total = self._text(step), total + (step.reward or 0.0)
         rewards = {"reward": total, "accuracy": float(total >= 1.0)}
         return {**rewards, "turns": float(talk.num_turns), "finished": float(step.done)}

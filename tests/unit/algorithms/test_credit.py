@@ -66,19 +66,19 @@ def compared(value: float, group: Sequence[tuple[int, float]], *, normalize: boo
 
 @settings(deadline=None, max_examples=60)
 @given(episodes(), st.booleans())
-def test_a_turn_is_compared_by_what_comes_from_it_on_with_the_same_turn_of_the_same_agent(
+def test_a_turn_is_compared_by_what_was_not_earned_before_it_with_the_same_turn_of_the_same_agent(
     rollouts: list[Rollout], normalize: bool
 ) -> None:
     to_go: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
     for each in rollouts:
         for place, (number, _, _) in enumerate(each.turns):
-            value = each.reward + sum(gain for _, _, gain in each.turns[place:])
+            value = each.reward - sum(gain for _, _, gain in each.turns[:place])
             to_go.setdefault((each.group, each.agent, number), []).append((each.episode, value))
     expected = [
         compared(value, to_go[each.group, each.agent, number], normalize=normalize)
         for each in rollouts
         for place, (number, count, _) in enumerate(each.turns)
-        for value in [each.reward + sum(gain for _, _, gain in each.turns[place:])]
+        for value in [each.reward - sum(gain for _, _, gain in each.turns[:place])]
         for _ in range(count)
     ]
     found = grpo(credit="turn", normalize_std=normalize).compute_advantages(batch_of(rollouts))

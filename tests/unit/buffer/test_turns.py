@@ -14,7 +14,7 @@ from moerl.buffer.journal import Journal
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.turns import KeptTurn, KeptTurns
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 
 CUT = SamplingParams(top_p=0.9)
 
@@ -65,6 +65,16 @@ def test_only_new_rows_are_kept() -> None:
 def test_a_turn_answers_no_other_request(other: RolloutRequest) -> None:
     request = asked()
     assert not KeptTurn.of(answered(request), request, 0).answers(other)
+
+
+def test_a_turn_answers_under_no_limit_that_would_have_made_another_one() -> None:
+    whole, cut = (
+        KeptTurn.of(replace(answered(asked()), finish_reason=reason), asked(), 0)
+        for reason in (FinishReason.STOP, FinishReason.LENGTH)
+    )
+    limits = (3, 4, 5)
+    assert [whole.answers(replace(asked(), max_new_tokens=limit)) for limit in limits] == [False, True, True]
+    assert [cut.answers(replace(asked(), max_new_tokens=limit)) for limit in limits] == [False, True, False]
 
 
 def test_turns_of_finished_groups_and_of_lost_steps_are_left_out(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def test_turns_get_advantages_of_their_own() -> None:
     better, worse = trajectories(of_turns([1.0, 0.0])), trajectories(of_turns([0.0, 0.5]))
     samples = with_advantages([*better, *worse], grpo(credit="turn", normalize_std=False))
     found = [sample.advantages[sample.trajectory.sampled][[0, 3]].tolist() for sample in samples]
-    assert found == [[0.25, -0.25], [-0.25, 0.25]]
+    # Both got 1: the first had it after its first turn, the second still had to earn half of it.
+    assert found == [[0.0, -0.5], [0.0, 0.5]]
 
 
 @pytest.mark.parametrize(
