@@ -75,7 +75,7 @@ def test_an_environment_of_texts_is_found_by_its_id_or_by_a_function(place: str,
     episode = played(task, word, "no", word)
     assert rewards(episode) == [{"reward": 1.0, "accuracy": 1.0, "turns": 3.0, "finished": 1.0}]
     assert "\n1 of 2\n" in texts(episode)[0]
-    assert earned(episode) == [0.0, 0.0, 1.0]
+    assert earned(episode) == [0.5, 0.0, 0.5]
 
 
 def test_options_reach_the_environment_and_seeds_decide_what_it_does(module: str) -> None:
