@@ -14,12 +14,11 @@ import numpy as np
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.partition import Pack, plan_packs
-from moerl.batching.prefixes import PrefixFamily, alone, find_families, find_text_families
+from moerl.batching.prefixes import ForkFamily, PrefixFamily, alone, find_families, find_text_families
 from moerl.batching.rows import Padding, SequenceRows, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
-from moerl.contract.shares import prefix_lengths
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, ContractError
 
@@ -89,7 +88,7 @@ def pack_for_ranks(
     spec = _common_spec(samples)
     _refuse_repeated_rollouts(samples)
     num_rows = [len(sample.trajectory) - 1 for sample in samples]
-    families = alone(len(samples))
+    families: Sequence[PrefixFamily | ForkFamily] = alone(len(samples))
     if options.share_prompts:
         families = find_families(samples, options.padding, _most_rows(num_rows, num_ranks, options))
 
@@ -139,15 +138,19 @@ def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions)
 
 def _batch_cost(batch: Microbatch, cost: SequenceCost) -> float:
     is_sample = batch.sample_index[batch.cu_seqlens[:-1]] >= 0
-    lengths, before = np.diff(batch.cu_seqlens)[is_sample], prefix_lengths(batch.cu_seqlens, batch.prefix_of)[is_sample]
+    lengths, before = np.diff(batch.cu_seqlens)[is_sample], batch.rows_before[is_sample]
     return sum(cost(first + rows) - cost(first) for first, rows in zip(before.tolist(), lengths.tolist(), strict=True))
 
 
 def _num_shared(batch: Microbatch) -> int:
     """Returns the number of rows that are not packed because those of another sample stand for them."""
-    before = prefix_lengths(batch.cu_seqlens, batch.prefix_of)
-    used = np.zeros(0, np.int32) if batch.prefix_of is None else np.unique(batch.prefix_of[batch.prefix_of >= 0])
-    return int(before.sum() - np.diff(batch.cu_seqlens)[used].sum())
+    if batch.prefix_of is None:
+        return 0
+    used = np.unique(batch.prefix_of[batch.prefix_of >= 0])
+    # A prefix that is no sample itself is packed in the place of one of those that begin with it.
+    samples = batch.sample_index[batch.cu_seqlens[:-1]]
+    extra = [prefix for prefix in used if (samples == samples[prefix]).sum() > 1]
+    return int(batch.rows_before.sum() - np.diff(batch.cu_seqlens)[extra].sum())
 
 
 def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> int:
@@ -157,7 +160,7 @@ def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) ->
 
 
 def _pack(
-    families: Sequence[PrefixFamily],
+    families: Sequence[PrefixFamily | ForkFamily],
     num_rows: Sequence[int],
     rows_of: Callable[[int], SequenceRows],
     num_ranks: int,

@@ -1,5 +1,5 @@
 """Rows that several samples begin with: the prompt of a group is packed and computed once, its responses go on from it;
-and so do supervised texts from what all of them begin with.
+so do forks of a session from its turns, and supervised texts from what all of them begin with.
 
 A sample of S tokens whose first sampled one is token p has p - 1 rows that predict nothing that was sampled; row p - 1,
 the last of the prompt, predicts the first sampled token and stays with its response. Samples share rows only if
@@ -9,7 +9,7 @@ sample. Gradients are the same sums; the load-balancing loss counts a shared row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,18 +52,50 @@ class PrefixFamily:
         return [shared, *(each.after(self.num_shared, before, key) for each in rows)]
 
 
+@dataclass(frozen=True, slots=True)
+class ForkFamily:
+    """A session of an episode and forks of it, which go on from rows of the session itself, trained ones included."""
+
+    members: tuple[int, ...]
+    """Indices of the session's sample and of its forks."""
+    nums_shared: tuple[int, ...]
+    """Rows that each fork shares with the session."""
+
+    def size(self, num_rows: Sequence[int], padding: Padding) -> int:
+        """Returns the rows of the family, as `PrefixFamily.size` does."""
+        shared = zip(self.members, (0, *self.nums_shared), strict=True)
+        return sum(padding.padded(num_rows[i] - num_shared) for i, num_shared in shared)
+
+    def cost(self, num_rows: Sequence[int], padding: Padding, cost: SequenceCost) -> float:
+        """Returns the cost of the session, and of what each fork has alone."""
+        shared = sum(map(cost, self.nums_shared))
+        return sum(cost(padding.padded(num_rows[i])) for i in self.members) - shared
+
+    def sequences(self, rows: Sequence[SequenceRows], before: int) -> list[SequenceRows]:
+        """Returns the sequences that are packed for the family. Arguments as for `PrefixFamily.sequences`."""
+        session, *forks = rows
+        pairs = zip(forks, self.nums_shared, strict=True)
+        return [session, *(fork.after(num_shared, before, session.key) for fork, num_shared in pairs)]
+
+
 def alone(num_samples: int) -> list[PrefixFamily]:
     """Returns families of one sample each, which share nothing."""
     return [PrefixFamily((index,)) for index in range(num_samples)]
 
 
-def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily]:
+def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily | ForkFamily]:
     """Returns samples that begin with the same rows, in families of at most `most_rows` rows if they can be divided.
 
-    Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses.
+    Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses. A
+    fork behind a turn goes on from its session, whose prompt is then not shared with other sessions; a fork of a fork
+    from as many rows as it has of the first session.
     """
+    forks = _find_forks(samples, padding, most_rows)
+    taken = {index for family in forks for index in family.members}
     found: dict[tuple[int, bytes], list[list[int]]] = {}
     for index, sample in enumerate(samples):
+        if index in taken:
+            continue
         trajectory = sample.trajectory
         num_shared = _num_shared(trajectory, padding)
         candidates = found.setdefault((num_shared, trajectory.token_ids[:num_shared].tobytes()), [])
@@ -73,7 +105,7 @@ def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: i
                 break
         else:
             candidates.append([index])
-    families = []
+    families: list[PrefixFamily | ForkFamily] = [*forks]
     for (num_shared, _), candidates in found.items():
         for members in candidates:
             rows = [len(samples[i].trajectory) - 1 for i in members]
@@ -91,6 +123,51 @@ def find_text_families(texts: Sequence[SequenceRows], padding: Padding, most_row
     if not num_shared:
         return alone(len(texts))
     return _divided(range(len(texts)), num_shared, [len(text) for text in texts], most_rows)
+
+
+def _find_forks(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[ForkFamily]:
+    by_id = {sample.trajectory.lineage.rollout_id: index for index, sample in enumerate(samples)}
+    forks: dict[int, list[tuple[int, int]]] = {}
+    sizes: dict[int, int] = {}
+    for index, sample in enumerate(samples):
+        fork = sample.trajectory
+        session, num_shared = _session_of(fork, samples, by_id), _num_shared(fork, padding)
+        if session is None:
+            continue
+        trunk = samples[session].trajectory
+        num_shared = min(num_shared, _num_same(trunk, fork, padding))
+        own = padding.padded(len(fork) - 1 - num_shared)
+        size = sizes.get(session, padding.padded(len(trunk) - 1)) + own
+        if num_shared > _num_shared(trunk, padding) and size <= most_rows:
+            forks.setdefault(session, []).append((index, num_shared))
+            sizes[session] = size
+    return [
+        ForkFamily((session, *(index for index, _ in each)), tuple(num_shared for _, num_shared in each))
+        for session, each in forks.items()
+    ]
+
+
+def _session_of(fork: Trajectory, samples: Sequence[TrainSample], by_id: Mapping[str, int]) -> int | None:
+    """Returns the sample of the session that a fork, or the fork that it comes from, goes on from; None if it is no
+    fork, or that session is not there."""
+    found, seen = None, {fork.lineage.rollout_id}
+    while (parent := by_id.get(fork.lineage.parent_rollout_id)) is not None:
+        found, fork = parent, samples[parent].trajectory
+        if fork.lineage.rollout_id in seen:
+            return None
+        seen.add(fork.lineage.rollout_id)
+    return found
+
+
+def _num_same(trunk: Trajectory, fork: Trajectory, padding: Padding) -> int:
+    """Returns the number of rows with which both begin, tokens and recorded experts; a multiple of
+    `padding.sequence`."""
+    most = min(len(trunk), len(fork)) - 1
+    differs = trunk.token_ids[:most] != fork.token_ids[:most]
+    differs |= trunk.routed[:most] != fork.routed[:most]
+    differs |= (trunk.expert_ids[:most] != fork.expert_ids[:most]).any(axis=(1, 2))
+    num_same = int(differs.argmax()) if differs.any() else most
+    return num_same - num_same % padding.sequence
 
 
 def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_rows: int) -> list[PrefixFamily]:

@@ -103,7 +103,7 @@ class SequenceRows:
         return self._part(slice(0, stop), recorded=recorded)
 
     def after(self, start: int, prefix: int, key: int) -> SequenceRows:
-        """Returns the rows from `start` on, which continue the sequence `prefix` of the salt `key`."""
+        """Returns the rows from `start` on, which go on behind as many of the sequence `prefix` of the salt `key`."""
         recorded = replace(self.recorded, num_shared=start, shared_key=key)
         return self._part(slice(start, len(self)), recorded=recorded, prefix=prefix)
 
@@ -233,6 +233,7 @@ def build_microbatch(
         routing_checksums=None if spec is None else _checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
         prefix_of=np.array(prefix_of, np.int32) if max(prefix_of) >= 0 else None,
+        prefix_rows=np.array(first_of, np.int32) if max(prefix_of) >= 0 else None,
         context_checksum=context_checksum([rows.recorded for rows in sequences]),
         kept_checksum=kept_checksum([rows.recorded for rows in sequences]),
     )

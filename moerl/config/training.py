@@ -26,7 +26,8 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
     share_prompts: Literal["auto"] | bool = Field(
         description="The prompt of a group is computed once, and its responses go on from it, as far as tokens and"
-        " recorded experts are the same; so is what all texts of a supervised batch begin with. auto = if the attention"
+        " recorded experts are the same; so do forks of an episode's session from its turns, and the texts of a"
+        " supervised batch from what all of them begin with. auto = if the attention"
         " can: on CPUs, not on GPUs. The load-balancing loss counts such rows once."
     )
     recompute: Literal["none", "selective", "full"] = Field(

@@ -83,8 +83,11 @@ class Microbatch:
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """uint64 [N]; salt of each sequence, 0 for the pad sequence."""
     prefix_of: NDArray[np.int32] | None = None
-    """int32 [N]; for each sequence the earlier one whose rows come before its own, or -1. A prefix has none itself.
-    None if no rows are shared."""
+    """int32 [N]; for each sequence the earlier one whose first rows come before its own, or -1. A prefix has none
+    itself. None if no rows are shared."""
+    prefix_rows: NDArray[np.int32] | None = None
+    """int32 [N]; number of rows of the prefix that come before the own ones, 0 without a prefix. None if no rows are
+    shared."""
     context_checksum: int = 0
     """Checksum over the tokens that sequences of the whole microbatch attend to, computed from the trajectories before
     packing (`moerl.contract.batch_checksums`)."""
@@ -95,6 +98,13 @@ class Microbatch:
     def num_rows(self) -> int:
         """Rows of this rank: all of the microbatch, or its share."""
         return len(self.input_ids)
+
+    @property
+    def rows_before(self) -> NDArray[np.int64]:
+        """int64 [N]; rows that come before the own ones of each sequence."""
+        if self.prefix_rows is None:
+            return np.zeros(len(self.cu_seqlens) - 1, np.int64)
+        return self.prefix_rows.astype(np.int64)
 
     @property
     def num_rows_of_all(self) -> int:

@@ -37,7 +37,7 @@ from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
-from moerl.contract.shares import cut_share, own_routing_bytes, prefix_lengths, routing_bytes
+from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import WireStruct, open_sealed
 from moerl.errors import ContractError
@@ -82,6 +82,7 @@ class BatchMessage(WireStruct):
     rollout_keys: memoryview
     """uint64 [N]."""
     prefix_of: memoryview | None
+    prefix_rows: memoryview | None
     """int32 [N]; None if no rows are shared."""
     checksums: memoryview
     """uint64 [2], of contexts and of kept sets."""
@@ -187,6 +188,7 @@ def _message(batch: Microbatch) -> BatchMessage:
         cu_seqlens=array_bytes(batch.cu_seqlens),
         rollout_keys=array_bytes(batch.rollout_keys),
         prefix_of=None if batch.prefix_of is None else array_bytes(batch.prefix_of),
+        prefix_rows=None if batch.prefix_rows is None else array_bytes(batch.prefix_rows),
         checksums=array_bytes(np.array([batch.context_checksum, batch.kept_checksum], np.uint64)),
         routing=routing,
     )
@@ -219,7 +221,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     offsets = np.zeros(num_rows + 1, np.int64)
     np.cumsum(read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes"), out=offsets[1:])
     num_sequences = len(message.rollout_keys) // 8
-    prefixes = message.prefix_of
+    prefixes, before = message.prefix_of, message.prefix_rows
     of_contexts, of_kept = read_array(message.checksums, np.uint64, 2, "checksums").tolist()
     batch = Microbatch(
         **ints,
@@ -231,6 +233,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
         sample_index=read_array(message.sample_index, np.int32, num_rows, "sample_index"),
         rollout_keys=read_array(message.rollout_keys, np.uint64, num_sequences, "rollout_keys"),
         prefix_of=None if prefixes is None else read_array(prefixes, np.int32, num_sequences, "prefix_of"),
+        prefix_rows=None if before is None else read_array(before, np.int32, num_sequences, "prefix_rows"),
         context_checksum=of_contexts,
         kept_checksum=of_kept,
         **_routing(message.routing, expert_bytes, spec),
@@ -306,19 +309,25 @@ def _check_sequences(batch: Microbatch) -> None:
     total = batch.num_rows_of_all
     fits = total > 0 and total % batch.num_rows == 0
     _demand(fits, Reason.OFFSETS_END_WRONG, "cu_seqlens", total, f"a multiple of {batch.num_rows} rows")
-    if batch.prefix_of is not None:
-        _check_prefixes(batch.prefix_of)
-    longest = int((np.diff(cu_seqlens) + prefix_lengths(cu_seqlens, batch.prefix_of)).max())
+    _check_prefixes(batch)
+    longest = int((np.diff(cu_seqlens) + batch.rows_before).max())
     inside = batch.position_ids.min() >= 0 and batch.position_ids.max() < longest
     _demand(inside, Reason.VALUE_OUT_OF_RANGE, "position_ids", batch.position_ids.max(), f"in [0, {longest})")
 
 
-def _check_prefixes(prefix_of: NDArray[np.int32]) -> None:
-    """Demands that a prefix comes before the sequences that share it, and has none itself."""
+def _check_prefixes(batch: Microbatch) -> None:
+    """Demands that a prefix comes before the sequences that share it, has none itself, and has the rows of it."""
+    prefix_of, rows = batch.prefix_of, batch.prefix_rows
+    if prefix_of is None or rows is None:
+        _demand(prefix_of is rows, Reason.MISSING_FIELD, "prefix_rows", "one of the two", "prefix_of and prefix_rows")
+        return
     earlier = bool(((prefix_of >= -1) & (prefix_of < np.arange(len(prefix_of)))).all())
     _demand(earlier, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "-1 or an earlier sequence")
     plain = bool((prefix_of[prefix_of[prefix_of >= 0]] < 0).all())
     _demand(plain, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "prefixes without a prefix")
+    lengths = np.where(prefix_of < 0, 0, np.diff(batch.cu_seqlens)[prefix_of])
+    inside = bool(((rows <= lengths) & ((rows > 0) == (prefix_of >= 0)) & (rows >= 0)).all())
+    _demand(inside, Reason.VALUE_OUT_OF_RANGE, "prefix_rows", rows.tolist(), f"up to {lengths.tolist()}, 0 for none")
 
 
 def _demand(holds: object, reason: Reason, field: str, seen: object, expected: object) -> None:

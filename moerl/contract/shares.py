@@ -48,16 +48,10 @@ def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArr
     return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(firsts - before, counts)
 
 
-def prefix_lengths(cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    """Returns int64 [N]: rows that come before the own ones of each sequence, in the sequence that is its prefix."""
-    lengths = np.diff(cu_seqlens).astype(np.int64)
-    return np.zeros_like(lengths) if prefix_of is None else np.where(prefix_of < 0, 0, lengths[prefix_of])
-
-
 def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
     """Returns the share that one rank has of a whole microbatch; `batch` itself if the rank has all of it.
 
-    `cu_seqlens`, `rollout_keys`, `prefix_of` and checksums other than of routing stay those of the whole microbatch.
+    `cu_seqlens`, `rollout_keys`, prefixes and checksums other than of routing stay those of the whole microbatch.
     Ranks that do not score get neither kept sets nor what the loss alone needs.
     """
     dims = layout.dims

@@ -2,8 +2,8 @@
 rows that others share.
 
 Megatron's own local core attention rejects packed sequences, and its unfused rotary embedding loops over them in
-Python. A sequence may go on from the rows of an earlier one, its prefix: it then attends to these rows too, and its
-positions go on from theirs (`moerl.batching.prefixes`). The rows of each sequence are found once per microbatch.
+Python. A sequence may go on from the first rows of an earlier one, its prefix: it then attends to these rows too, and
+its positions go on from theirs (`moerl.batching.prefixes`). The rows of each sequence are found once per microbatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moerl.contract.shares import context_rows, prefix_lengths
+from moerl.contract.batch import Microbatch
+from moerl.contract.shares import context_rows
 from moerl.kernels.host import turned
 
 
@@ -82,12 +83,10 @@ class PackedRows:
         return _Turned.apply(t, *self.turns[angles])
 
     @classmethod
-    def of(
-        cls, cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.integer] | None, size: int, rank: int
-    ) -> PackedRows:
-        """Returns the rows of context-parallel rank `rank` of `size`. Arguments as in `Microbatch`."""
+    def of(cls, batch: Microbatch, size: int, rank: int) -> PackedRows:
+        """Returns the rows of context-parallel rank `rank` of `size`. batch: whole, or the share of a rank."""
+        cu_seqlens, prefix_of, before = batch.cu_seqlens, batch.prefix_of, batch.rows_before
         starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-        before = prefix_lengths(cu_seqlens, prefix_of)
         all_positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
         positions = all_positions[context_rows(cu_seqlens, size, rank)]
         prefix_starts = starts if prefix_of is None else starts[np.maximum(prefix_of, 0)]
@@ -127,17 +126,16 @@ class SeenRows:
     """Positions at which the sequences read them."""
 
 
-def seen_rows(
-    cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.int32] | None, *, size: int, rank: int
-) -> SeenRows:
-    """Returns the rows that attention reads. Arguments as in `describe`, but `cu_seqlens` is an array."""
-    if prefix_of is None:
+def seen_rows(batch: Microbatch, *, size: int, rank: int) -> SeenRows:
+    """Returns the rows that attention reads. Arguments as in `describe`."""
+    if batch.prefix_of is None:
+        cu_seqlens = batch.cu_seqlens
         lengths = np.diff(cu_seqlens).astype(np.int64)
         rows = np.arange(int(cu_seqlens[-1]))
         starts = np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
         return SeenRows(np.repeat(np.arange(len(lengths)), lengths), rows, rows - starts)
     found = []
-    for group in PackedRows.of(cu_seqlens, prefix_of, size, rank).groups:
+    for group in PackedRows.of(batch, size, rank).groups:
         real, rows = group.keys.real.numpy(), group.keys.rows.numpy()
         number, position = np.divmod(real, len(rows) // len(group.members))
         found.append((group.members[number], rows[real], position))
@@ -145,14 +143,14 @@ def seen_rows(
     return SeenRows(sequences, rows, positions)
 
 
-def describe(cu_seqlens: Tensor, prefix_of: NDArray[np.int32] | None, *, size: int, rank: int) -> None:
+def describe(cu_seqlens: Tensor, batch: Microbatch, *, size: int, rank: int) -> None:
     """Registers the sequences of a microbatch, before its forward pass.
 
     Args:
-        cu_seqlens: the tensor that goes into `PackedSeqParams`; a copy of it is not found.
-        prefix_of: as in `Microbatch`. size, rank: of context parallelism.
+        cu_seqlens: its `cu_seqlens` as they go into `PackedSeqParams`; a copy of this tensor is not found.
+        size, rank: of context parallelism.
     """
-    _packed[cu_seqlens] = PackedRows.of(cu_seqlens.numpy(), prefix_of, size, rank)
+    _packed[cu_seqlens] = PackedRows.of(batch, size, rank)
 
 
 def _similar(lengths: NDArray[np.int64], before: NDArray[np.int64]) -> list[NDArray[np.int64]]:

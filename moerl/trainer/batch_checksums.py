@@ -34,7 +34,7 @@ def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
     mine, size, rank = routing_slice(batch, layout), layout.dims.context, layout.context_rank
     place_T = np.full(batch.num_rows_of_all, -1)
     place_T[context_rows(batch.cu_seqlens, size, rank)[mine]] = np.arange(batch.num_rows)[mine]
-    seen = attention.seen_rows(batch.cu_seqlens, batch.prefix_of, size=size, rank=rank)
+    seen = attention.seen_rows(batch, size=size, rank=rank)
     counted = place_T[seen.rows] >= 0
     counted[counted] = ~batch.is_pad[place_T[seen.rows[counted]]]
     rows, positions = seen.rows[counted], torch.from_numpy(seen.positions[counted])

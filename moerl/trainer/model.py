@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims, RankCoordinates, stage_layers
-from moerl.contract.shares import prefix_lengths
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.models.description import ModelDescription
 from moerl.models.trainable import refuse_untrainable
@@ -152,7 +151,7 @@ class PolicyModel:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         cu_seqlens = transfers.to_device(batch.cu_seqlens)
-        longest = int((np.diff(batch.cu_seqlens) + prefix_lengths(batch.cu_seqlens, batch.prefix_of)).max())
+        longest = int((np.diff(batch.cu_seqlens) + batch.rows_before).max())
         self._describe(cu_seqlens, batch)
         return module(
             input_ids=transfers.to_device(batch.input_ids)[None],
@@ -182,7 +181,7 @@ class PolicyModel:
                 )
             return
         dims = self.layout.dims
-        attention.describe(cu_seqlens, batch.prefix_of, size=dims.context, rank=self.layout.context_rank)
+        attention.describe(cu_seqlens, batch, size=dims.context, rank=self.layout.context_rank)
 
     def head_weight(self) -> Tensor:
         """Returns this rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""

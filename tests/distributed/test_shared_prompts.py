@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_moe
 from matrix import Case
-from packing_samples import with_prompt_of
+from packing_samples import fork_of, with_prompt_of
 from ranks import Ranks
 
 from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 TP, PP, CP, EP = {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
 PROMPTS, LENGTHS = (14, 9, 20, 14), (30, 22, 27, 24, 29, 23, 30, 25)
+FORKED, FORKS = 2, (30, 29)
 CASES = [
     pytest.param(Case(1), id="one process"),
     pytest.param(Case(1, recompute="full"), id="full recompute"),
@@ -39,11 +40,14 @@ CASES = [
 
 
 def make_groups(seed: int) -> list[Any]:
-    """Four groups of eight, some rows of their prompts and responses without captured routing."""
+    """Four groups of eight, some rows of their prompts and responses without captured routing; and of one member of
+    each group two forks behind some of its sampled tokens."""
     samples: list[Any] = []
     for group, num_prompt in enumerate(PROMPTS):
         members = tiny_moe.make_samples(seed + 100 * group, LENGTHS, uncaptured=0.25, num_prompt=num_prompt)
-        samples += [members[0], *(with_prompt_of(members[0], other) for other in members[1:])]
+        members = [members[0], *(with_prompt_of(members[0], other) for other in members[1:])]
+        others = tiny_moe.make_samples(seed + 100 * group + 50, FORKS, uncaptured=0.25, num_prompt=num_prompt + 6)
+        samples += [*members, *(fork_of(members[FORKED], other) for other in others)]
     return samples
 
 
@@ -105,7 +109,7 @@ def test_shared_rows_are_computed_and_proved_once(
     untied: Path, one_process: Ranks, apart: list[dict[str, Any]]
 ) -> None:
     (shared,) = one_process.run(train, untied, Case(1), True)
-    saved = 2 * sum((len(LENGTHS) - 1) * (num_prompt - 1) for num_prompt in PROMPTS)
+    saved = 2 * sum((len(LENGTHS) - 2) * (num - 1) + len(FORKS) * (num + 6 - 1) for num in PROMPTS)
     assert shared["rows"] == apart[0]["rows"] - saved
     assert 0 < shared["verified"] < apart[0]["verified"]
 

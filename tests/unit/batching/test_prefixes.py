@@ -10,7 +10,7 @@ import pytest
 from factories import FULL, NUCLEUS, SPEC, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_samples import with_prompt_of
+from packing_samples import fork_of, with_prompt_of
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, packing_metrics
@@ -20,7 +20,6 @@ from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums, shared_key
-from moerl.contract.shares import prefix_lengths
 from moerl.errors import ContractError
 
 
@@ -47,18 +46,34 @@ def groups(draw: st.DrawFn) -> list[TrainSample]:
     shapes = draw(
         st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 8), min_size=1, max_size=5)), min_size=1)
     )
-    return [each for i, (prompt, lengths) in enumerate(shapes[:4]) for each in make_group(rng, str(i), prompt, lengths)]
+    samples = [
+        each for i, (prompt, lengths) in enumerate(shapes[:4]) for each in make_group(rng, str(i), prompt, lengths)
+    ]
+    # Forks of sessions, and of forks that were drawn before.
+    for number in range(draw(st.integers(0, 4))):
+        samples.append(make_fork(rng, draw(st.sampled_from(samples)), f"fork-{number}", draw(st.integers(0, 9))))
+    return draw(st.permutations(samples))
+
+
+def make_fork(rng: np.random.Generator, session: TrainSample, name: str, num_more: int) -> TrainSample:
+    """A fork behind up to so many sampled tokens of a session."""
+    num_prompt = min(int(session.trajectory.sampled.argmax()) + num_more, len(session.trajectory))
+    made = make_trajectory(rng, num_prompt=num_prompt, num_sampled=3, sampling=FULL, rollout_id=name)
+    return fork_of(session, TrainSample(made, rng.normal(size=len(made)).astype(np.float32) * made.sampled))
 
 
 def rows_of(batch: Microbatch, sequence: int) -> list[int]:
     """Rows of a packed sequence, those of its prefix first: the slow and obvious reference."""
     start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
     prefix = -1 if batch.prefix_of is None else int(batch.prefix_of[sequence])
-    return ([] if prefix < 0 else rows_of(batch, prefix)) + list(range(start, end))
+    before = int(batch.rows_before[sequence])
+    return ([] if prefix < 0 else rows_of(batch, prefix)[:before]) + list(range(start, end))
 
 
 def prefixes_in(batch: Microbatch) -> set[int]:
-    return set() if batch.prefix_of is None else set(batch.prefix_of[batch.prefix_of >= 0].tolist())
+    """Sequences that are prompts of others, and no samples themselves."""
+    used = set() if batch.prefix_of is None else set(batch.prefix_of[batch.prefix_of >= 0].tolist())
+    return {each for each in used if not batch.loss_mask[batch.cu_seqlens[each] : batch.cu_seqlens[each + 1]].any()}
 
 
 @settings(max_examples=80, deadline=None)
@@ -77,11 +92,13 @@ def test_every_sample_finds_each_of_its_rows_in_order(
             trajectory = samples[index].trajectory
             assert batch.input_ids[rows].tolist() == trajectory.token_ids[:-1].tolist()
             assert batch.position_ids[rows].tolist() == list(range(len(trajectory) - 1))
-            assert batch.loss_mask[rows].tolist() == trajectory.sampled[1:].tolist()
-            assert batch.advantages[rows].tolist() == samples[index].advantages[1:].tolist()
+            before = int(batch.rows_before[sequence])
+            assert not trajectory.sampled[1:][:before].any()
+            assert batch.loss_mask[rows[before:]].tolist() == trajectory.sampled[1:][before:].tolist()
+            assert batch.advantages[rows[before:]].tolist() == samples[index].advantages[1:][before:].tolist()
             assert batch.expert_ids is not None
             assert np.array_equal(batch.expert_ids[rows], trajectory.expert_ids)
-            trained = [row for row in rows if batch.loss_mask[row]]
+            trained = [row for row in rows[before:] if batch.loss_mask[row]]
             assert set(batch.sample_index[trained].tolist()) == {index}
             seen.append(index)
     assert sorted(seen) == list(range(len(samples)))
@@ -96,7 +113,7 @@ def test_checksums_prove_the_shared_rows_once_and_all_others_under_their_own_rol
     (batches,) = pack_for_ranks(samples, 1, options, replay=True)
     for batch in batches:
         total = np.zeros(SPEC.num_moe_layers, np.uint64)
-        for sequence_at, before in enumerate(prefix_lengths(batch.cu_seqlens, batch.prefix_of).tolist()):
+        for sequence_at, before in enumerate(batch.rows_before.tolist()):
             start, end = batch.cu_seqlens[sequence_at : sequence_at + 2].tolist()
             rows = np.flatnonzero(~batch.is_pad[start:end]) + start
             if not len(rows):
@@ -129,7 +146,7 @@ def test_a_sample_of_another_prompt_of_the_same_length_shares_nothing() -> None:
     tokens[0] = (tokens[0] + 1) % SPEC.vocab_size
     group[2] = changed(group[2], token_ids=tokens)
     families = find_families(group, Padding(), 100)
-    assert [(family.members, family.num_shared) for family in families] == [((0, 1), 5), ((2,), 0)]
+    assert [(family.members, getattr(family, "num_shared", None)) for family in families] == [((0, 1), 5), ((2,), 0)]
 
 
 def test_the_last_token_of_the_prompt_stays_with_each_response() -> None:
@@ -147,7 +164,51 @@ def test_the_last_token_of_the_prompt_stays_with_each_response() -> None:
 def test_no_padding_comes_between_a_prompt_and_its_responses(num_prompt: int, shared: int) -> None:
     group = make_group(np.random.default_rng(0), "a", num_prompt, [3, 3])
     families = find_families(group, Padding(sequence=4), 100)
-    assert {family.num_shared for family in families} == {shared}
+    assert {getattr(family, "num_shared", None) for family in families} == {shared}
+
+
+def test_forks_go_on_from_their_session_and_a_fork_of_a_fork_from_what_it_has_of_the_first() -> None:
+    rng = np.random.default_rng(0)
+    group = make_group(rng, "a", 6, [8, 8])
+    fork = make_fork(rng, group[0], "b", 5)
+    second = make_fork(rng, fork, "c", 2)
+    families = find_families([*group, fork, second], Padding(), 100)
+    assert [family.members for family in families] == [(0, 2, 3), (1,)]
+    ((batch,),) = pack_for_ranks([*group, fork, second], 1, PackOptions(64, share_prompts=True), replay=True)
+    assert batch.prefix_of is not None
+    assert batch.prefix_rows is not None
+    # 14 and 14 tokens; forks of 11 + 3 and 13 + 3 tokens have 10 rows of the session.
+    assert sorted(np.diff(batch.cu_seqlens).tolist()) == [3, 5, 13, 13]
+    assert sorted(batch.prefix_rows.tolist()) == [0, 0, 10, 10]
+    assert packing_metrics([[batch]], PackOptions(64))["packing/shared_rows"] == 20 / 34
+
+
+def test_a_fork_at_the_prompt_shares_it_with_the_group() -> None:
+    rng = np.random.default_rng(0)
+    group = make_group(rng, "a", 6, [8, 8])
+    families = find_families([*group, make_fork(rng, group[0], "b", 0)], Padding(), 100)
+    assert [(family.members, getattr(family, "num_shared", None)) for family in families] == [((0, 1, 2), 5)]
+
+
+def test_a_fork_that_was_routed_otherwise_or_does_not_fit_is_packed_alone() -> None:
+    rng = np.random.default_rng(0)
+    (session,) = make_group(rng, "a", 6, [8])
+    fork = make_fork(rng, session, "b", 5)
+    experts = fork.trajectory.expert_ids.copy()
+    experts[2, 1] = np.roll(experts[2, 1], 1)
+    other = changed(fork, expert_ids=experts)
+    assert [each.members for each in find_families([session, other], Padding(), 100)] == [(0,), (1,)]
+    assert [each.members for each in find_families([session, fork], Padding(), 16)] == [(0, 1)]
+    assert [each.members for each in find_families([session, fork], Padding(), 15)] == [(0,), (1,)]
+
+
+def test_lineages_that_name_each_other_share_nothing() -> None:
+    rng = np.random.default_rng(0)
+    (session,) = make_group(rng, "a", 6, [8])
+    fork = make_fork(rng, session, "b", 5)
+    lineage = replace(session.trajectory.lineage, parent_rollout_id="b", fork_at=3)
+    families = find_families([changed(session, lineage=lineage), fork], Padding(), 100)
+    assert [family.members for family in families] == [(0,), (1,)]
 
 
 def test_groups_are_divided_where_a_microbatch_or_an_even_share_is_smaller() -> None:
@@ -243,3 +304,11 @@ def test_prefixes_that_come_later_or_have_one_themselves_are_refused(prefix_of: 
     with pytest.raises(ContractError) as caught:
         decode_batches(frame, spec=SPEC)
     assert (caught.value.reason, caught.value.field) == (Reason.VALUE_OUT_OF_RANGE, "prefix_of")
+
+
+@pytest.mark.parametrize("rows", [[0, 6, 5], [0, 0, 5], [1, 5, 5], [0, -1, 5], None])
+def test_more_rows_than_a_prefix_has_are_refused(rows: list[int] | None) -> None:
+    wrong = replace(make_shared(), prefix_rows=None if rows is None else np.array(rows, np.int32))
+    with pytest.raises(ContractError) as caught:
+        decode_batches(encode_batches([wrong], {}), spec=SPEC)
+    assert caught.value.field == "prefix_rows"

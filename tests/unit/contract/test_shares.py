@@ -182,6 +182,6 @@ def test_kept_sets_are_taken_row_by_row(rows: list[list[int]], data: st.DataObje
 
 
 def test_every_field_is_either_per_row_or_known_to_this_test():
-    special = {"cu_seqlens", "rollout_keys", "prefix_of", "kept", "expert_ids", "scores"}
+    special = {"cu_seqlens", "rollout_keys", "prefix_of", "prefix_rows", "kept", "expert_ids", "scores"}
     checksums = {"routing_checksums", "context_checksum", "kept_checksum"}
     assert {field.name for field in fields(Microbatch)} == special | checksums | set(PER_ROW)

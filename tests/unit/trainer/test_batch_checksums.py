@@ -46,7 +46,7 @@ def point_at_the_other_prompt(batch: Microbatch) -> Microbatch:
 
 
 def forget_the_prompts(batch: Microbatch) -> Microbatch:
-    return replace(batch, prefix_of=None)
+    return replace(batch, prefix_of=None, prefix_rows=None)
 
 
 def change_an_input(batch: Microbatch) -> Microbatch:

@@ -26,7 +26,22 @@ def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def attend(layout: Any, num_kv_heads: int, prefix_of: tuple[int, ...] | None) -> tuple[float, float]:
+def described(lengths: tuple[int, ...], prefix_of: tuple[int, ...] | None, rows: tuple[int, ...] = ()) -> Any:
+    """As much of a microbatch as attention looks at. rows: of prefixes; all that they have where not given."""
+    if prefix_of is None:
+        before = (0,) * len(lengths)
+    else:
+        before = rows or [0 if prefix < 0 else lengths[prefix] for prefix in prefix_of]
+    return SimpleNamespace(
+        cu_seqlens=cu_seqlens_of(lengths).numpy(),
+        prefix_of=None if prefix_of is None else np.array(prefix_of, np.int32),
+        rows_before=np.array(before, np.int64),
+    )
+
+
+def attend(
+    layout: Any, num_kv_heads: int, prefix_of: tuple[int, ...] | None, rows: tuple[int, ...]
+) -> tuple[float, float]:
     """Largest difference, in values and in gradients, between packed attention and a masked softmax per sequence."""
     from moerl.trainer import attention, groups
 
@@ -35,15 +50,16 @@ def attend(layout: Any, num_kv_heads: int, prefix_of: tuple[int, ...] | None) ->
     query = torch.randn(total, 4, 16, generator=generator, requires_grad=True)
     key, value = (torch.randn(total, num_kv_heads, 16, generator=generator, requires_grad=True) for _ in range(2))
     packed = SimpleNamespace(cu_seqlens_q=cu_seqlens_of(LENGTHS))
-    prefixes = None if prefix_of is None else np.array(prefix_of, np.int32)
-    attention.describe(packed.cu_seqlens_q, prefixes, size=1, rank=0)
+    batch = described(LENGTHS, prefix_of, rows)
+    attention.describe(packed.cu_seqlens_q, batch, size=1, rank=0)
     groups = SimpleNamespace(cp=groups.context_group())
     core = attention.PackedAttention(None, softmax_scale=0.3, pg_collection=groups)
     ours = core(query, key, value, packed_seq_params=packed)
     parts, sequences = [], [tensor.split(LENGTHS) for tensor in (query, key, value)]
-    for prefix, q, k, v in zip(prefix_of or [-1] * len(LENGTHS), *sequences, strict=True):
-        if prefix >= 0:
-            k, v = (torch.cat([each[prefix], own]) for each, own in zip(sequences[1:], (k, v), strict=True))
+    for number, (q, k, v) in enumerate(zip(*sequences, strict=True)):
+        if before := int(batch.rows_before[number]):
+            prefix = int(batch.prefix_of[number])
+            k, v = (torch.cat([each[prefix][:before], own]) for each, own in zip(sequences[1:], (k, v), strict=True))
         k, v = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k).mul(0.3)
         future = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
@@ -56,11 +72,18 @@ def attend(layout: Any, num_kv_heads: int, prefix_of: tuple[int, ...] | None) ->
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("prefix_of", [None, (-1, -1, 1, 1, -1, 1, 4)])
+@pytest.mark.parametrize(
+    ("prefix_of", "rows"),
+    [
+        (None, ()),
+        ((-1, -1, 1, 1, -1, 1, 4), ()),
+        ((-1, -1, -1, -1, 3, 3, 3), (0, 0, 0, 0, 1, 20, 33)),
+    ],
+)
 def test_packed_attention_equals_attention_per_sequence(
-    prefix_of: tuple[int, ...] | None, num_kv_heads: int, one_process: Ranks
+    prefix_of: tuple[int, ...] | None, rows: tuple[int, ...], num_kv_heads: int, one_process: Ranks
 ) -> None:
-    ((values, gradients),) = one_process.run(attend, num_kv_heads, prefix_of)
+    ((values, gradients),) = one_process.run(attend, num_kv_heads, prefix_of, rows)
     assert values < 1e-5
     assert gradients < 1e-5
 
@@ -83,7 +106,7 @@ def rotate(layout: Any) -> list[float]:
     freqs = torch.outer(torch.arange(80.0), torch.arange(1, 9).float().reciprocal()).repeat(1, 2)[:, None, None, :]
     options = {"rotary_interleaved": False, "cp_group": mpu.get_context_parallel_group()}
     together, alone, whole = cu_seqlens_of(LENGTHS), cu_seqlens_of(LENGTHS), cu_seqlens_of((sum(LENGTHS[:2]),))
-    attention.describe(together, None, size=1, rank=0)
+    attention.describe(together, described(LENGTHS, None), size=1, rank=0)
 
     def both(module: Any, num_rows: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
         of = t[:num_rows].requires_grad_()
@@ -93,7 +116,7 @@ def rotate(layout: Any) -> list[float]:
     ours, theirs = both(rope_utils, len(t), together), both(untouched, len(t), alone)
     first, second = LENGTHS[:2]
     shared = cu_seqlens_of((first, second))
-    attention.describe(shared, np.array([-1, 0], np.int32), size=1, rank=0)
+    attention.describe(shared, described((first, second), (-1, 0)), size=1, rank=0)
     goes_on, as_one = both(rope_utils, first + second, shared), both(untouched, first + second, whole)
     assert (ours[0] - t).abs().max() > 1.0
     return [(ours - theirs).abs().max().item(), (goes_on - as_one).abs().max().item()]
