@@ -19,6 +19,7 @@ from moerl.contract.ports import Prompt, WorkedTask
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.diagnostics.scores import final_answer, interval, majority_at_k, pass_at_k, powers_up_to
 from moerl.orchestration.rollouts import GREEDY, Collector
+from moerl.orchestration.selection import accuracy_of
 from moerl.telemetry.terminal import excerpt_lines
 
 GREEDY_SAMPLE = -1
@@ -75,7 +76,7 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
     rewards = {name: float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards])) for name in names}
     return Evaluation(
         num_problems=len(trajectories),
-        accuracy=rewards.get("accuracy", float("nan")),
+        accuracy=float(np.mean([accuracy_of(t) for t in trajectories])),
         length_mean=float(np.mean([t.num_sampled for t in trajectories])),
         rewards=rewards,
         scores=scores,
@@ -123,7 +124,7 @@ def _rows(
                 "prompt_id": prompt.prompt_id,
                 "place": collector.task.place(prompt),
                 "sample": sample,
-                "correct": trajectory.rewards.get("accuracy", 0.0) == 1.0,
+                "correct": accuracy_of(trajectory) == 1.0,
                 "num_sampled": trajectory.num_sampled,
                 "finish_reason": str(trajectory.finish_reason),
                 "prompt": prompt.text,

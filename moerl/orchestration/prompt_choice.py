@@ -10,6 +10,7 @@ from moerl.batching.curriculum import Curriculum, CurriculumRule
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import Trajectory
+from moerl.orchestration.selection import accuracy_of
 
 
 class PromptChoice:
@@ -38,7 +39,7 @@ class PromptChoice:
     def learn(self, trajectories: Sequence[Trajectory]) -> None:
         """Updates the curriculum by the admitted responses of a group; without any, nothing changes."""
         if trajectories:
-            right = [trajectory.rewards["accuracy"] for trajectory in trajectories]
+            right = [accuracy_of(trajectory) for trajectory in trajectories]
             self._curriculum.learn(self._index[trajectories[0].lineage.prompt_id], sum(right) / len(right))
 
     def metrics(self) -> dict[str, float]:

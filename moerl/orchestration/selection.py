@@ -75,6 +75,12 @@ def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Se
     return [trajectory for trajectory in group if trajectory.lineage.episode in kept]
 
 
+def accuracy_of(trajectory: Trajectory) -> float:
+    """Returns the accuracy of a response. A session with rewards of its own may have none: then it is 1 from a reward
+    of 1 on, else 0."""
+    return trajectory.rewards.get("accuracy", float(trajectory.rewards["reward"] >= 1.0))
+
+
 def num_episodes(trajectories: Sequence[Trajectory]) -> int:
     """Returns the number of rollouts that these trajectories came of: an episode is one, however many sessions it
     had."""

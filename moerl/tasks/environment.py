@@ -63,15 +63,17 @@ class EnvironmentTask(ProblemRows, EpisodeTask):
             )
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
-        """Returns the rewards of the function: a mapping with `reward`, or one number for that. `accuracy` is 1 if the
-        reward is at least 1, else 0, unless the function gives it."""
+        """Returns the rewards of the function: a mapping with `reward`, or one number for that; an empty mapping if
+        each session has its own. `accuracy` is 1 if the reward is at least 1, else 0, unless the function gives it."""
         result: object = await self._play(prompt, session, **self._options)
         rewards = dict(cast("Mapping[str, float]", result)) if isinstance(result, Mapping) else {"reward": result}
+        if isinstance(result, Mapping) and not rewards:
+            return {}
         reward = rewards.get("reward")
         if not is_number(reward):
             raise EpisodeError(
                 "task.play: rewards of an episode",
                 seen=repr(result)[:120],
-                expected="a number, or a mapping with reward",
+                expected="a number, a mapping with reward, or {} if each session has its own",
             )
         return {"accuracy": float(cast("float", reward) >= 1.0), **cast("dict[str, float]", rewards)}

@@ -20,7 +20,8 @@ ENVIRONMENT = """
 import numpy as np
 
 RESULTS = {{"number": 1, "numpy": np.float32(0.5), "named": {{"reward": 2.0, "turns": 3.0}},
-           "own": {{"reward": 0.5, "accuracy": 1.0}}, "none": None, "text": "1", "unnamed": {{"score": 1.0}}}}
+           "own": {{"reward": 0.5, "accuracy": 1.0}}, "none": None, "text": "1", "unnamed": {{"score": 1.0}},
+           "sessions": {{}}}}
 
 async def play(prompt, session, result="number"):
     assert session is not None
@@ -74,6 +75,7 @@ def test_rows_are_prompts_with_messages_in_three_splits(open_task: Callable[...,
         ("numpy", {"reward": 0.5, "accuracy": 0.0}),
         ("named", {"reward": 2.0, "accuracy": 1.0, "turns": 3.0}),
         ("own", {"reward": 0.5, "accuracy": 1.0}),
+        ("sessions", {}),
     ],
 )
 def test_a_result_is_a_number_or_named_rewards(

@@ -1,4 +1,4 @@
-"""A run that was killed in the middle of its episodes goes on with the turns that it had."""
+"""Runs of episodes with several sessions, and of episodes that go on with their turns after a kill."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from moerl_runs import Runs
+from moerl_runs import Runs, rows
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
@@ -44,8 +44,8 @@ def test_unfinished_episodes_go_on_with_their_turns_if_their_environment_can_be_
     repeatable: bool, forked: Runs, tmp_path: Path
 ) -> None:
     (tmp_path / "env.py").write_text(ENVIRONMENT)
-    rows = [{"prompt": f"What comes behind {i}?"} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    lines = [{"prompt": f"What comes behind {i}?"} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     keys = (
         *("recipe=tiny", "sft.steps=0", "task=environment", "task.path=rows.jsonl", "task.play=env:play"),
         *(f"task.repeatable={str(repeatable).lower()}", "rollout.placement=beside", "buffer.max_staleness=1"),
@@ -67,3 +67,39 @@ def test_unfinished_episodes_go_on_with_their_turns_if_their_environment_can_be_
     ]
     assert len({t.lineage.rollout_id for t in found}) == len(found) == STEPS * PER_STEP
     assert all(len(t.sampled_turns) == 2 and t.routed.all() for t in found)
+
+
+FORKING = """
+import asyncio
+
+async def play(prompt, session):
+    await session.sample(8)
+    session.observe(" and then ")
+    forks = [session.fork("helper", 1) for _ in range(3)]
+    for fork in forks:
+        fork.observe(" helper: ")
+    turns = await asyncio.gather(*(each.sample(6) for each in (session, *forks)))
+    for each, turn in zip((session, *forks), turns):
+        each.rewards["reward"] = float(len(turn.text))
+    return {}
+"""
+
+
+@pytest.mark.slow
+def test_forks_with_rewards_of_their_own_go_on_from_the_rows_of_their_session(forked: Runs, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(FORKING)
+    lines = [{"prompt": f"What comes behind the number {i}?"} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    keys = (
+        *("recipe=tiny", "sft.steps=0", "task=environment", "task.path=rows.jsonl", "task.play=env:play"),
+        *("algorithm.credit=agent", "trainer.share_prompts=true", "trainer.microbatch_tokens=2048"),
+        *("rollout.max_new_tokens=40", "rl.skip_above=0.9", f"run_dir='{tmp_path / 'run'}'"),
+    )
+    finished = forked.run("train", *keys, cwd=tmp_path)
+    assert finished.status == 0, finished.output
+    steps = [row for row in rows(tmp_path / "run") if row["stage"] == "rl"]
+    assert steps
+    for row in steps:
+        assert row["packing/shared_rows"] > 1.0, "three forks of each session: their experts are those of the session"
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+        assert row["episode/sessions_mean"] == 4.0
