@@ -16,6 +16,7 @@ UNITS = (
         "microbatch(?:es)?",
         "turns?",
         "sessions?",
+        "episodes?",
         "alerts?",
         "problems?",
         "reports?",
