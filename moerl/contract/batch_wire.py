@@ -82,6 +82,7 @@ class BatchMessage(WireStruct):
     rollout_keys: memoryview
     """uint64 [N]."""
     prefix_of: memoryview | None
+    """int32 [N]; None if no rows are shared."""
     prefix_rows: memoryview | None
     """int32 [N]; None if no rows are shared."""
     checksums: memoryview

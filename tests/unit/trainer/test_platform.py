@@ -27,7 +27,7 @@ def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
 
 
 def described(lengths: tuple[int, ...], prefix_of: tuple[int, ...] | None, rows: tuple[int, ...] = ()) -> Any:
-    """As much of a microbatch as attention looks at. rows: of prefixes; all that they have where not given."""
+    """The part of a microbatch that attention looks at. rows: of prefixes; all that they have where not given."""
     if prefix_of is None:
         before = (0,) * len(lengths)
     else:
