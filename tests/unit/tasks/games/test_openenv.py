@@ -43,7 +43,7 @@ def test_a_turn_is_the_json_of_an_action_and_rewards_are_summed(url: str) -> Non
     assert prompt.facts["opening"] == f"Count.\n\ngo on behind {number}"
     episode = played(task, f'{{"said": {number + 1}}}', '{"said": 0}', f'{{"said": {number + 2}}}')
     assert rewards(episode) == [{"reward": 1.0, "accuracy": 1.0, "turns": 3.0, "finished": 1.0}]
-    assert earned(episode) == [0.0, 0.0, 1.0]
+    assert earned(episode) == [0.5, 0.0, 0.5]
     assert texts(episode)[0].count("yes") == 1
 
 
