@@ -86,7 +86,8 @@ class Journal:
 
     Attributes:
         torn_bytes: bytes of unfinished records that the latest `read` left out.
-        turns: turns that the latest `read` found of groups that have not ended, in the order in which they were kept.
+        turns: turns that the latest `read` found of groups that have not ended, in the order in which they were kept;
+            none once a segment is begun.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -100,6 +101,7 @@ class Journal:
     def begin(self, step: int) -> None:
         """Begins the segment of this step: later records go there."""
         self.close()
+        self.turns = []
         self._step = step
 
     def append(self, group: FinishedGroup) -> None:

@@ -77,8 +77,8 @@ class KeptTurn:
 class TurnMemory:
     """Turns of the episodes that are asked for together."""
 
-    known: Mapping[str, KeptTurn]
-    """Turns of an earlier process of the run, by rollout id of the turn."""
+    known: dict[str, KeptTurn]
+    """Turns of an earlier process of the run, by rollout id of the turn; one that is asked for is taken out."""
     keep: Callable[[Trajectory, RolloutRequest], None]
     """Callback with a checked answer to a turn and its request."""
 

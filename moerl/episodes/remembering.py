@@ -31,7 +31,7 @@ class RememberingStream(RolloutStream):
         others: list[RolloutRequest] = []
         for request in requests:
             name = request.lineage.rollout_id
-            turn = self._memory.known.get(name)
+            turn = self._memory.known.pop(name, None)
             if turn is None or not turn.answers(request):
                 self._asked[name] = request
                 others.append(request)

@@ -22,7 +22,7 @@ def played(
     kept: dict[str, KeptTurn] = {}
     inner = FakeStream(answers)
     memory = TurnMemory(
-        known, lambda answer, asked: kept.update({asked.lineage.rollout_id: KeptTurn.of(answer, asked, 0)})
+        dict(known), lambda answer, asked: kept.update({asked.lineage.rollout_id: KeptTurn.of(answer, asked, 0)})
     )
     stream = RememberingStream(inner, memory)
 
