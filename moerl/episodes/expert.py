@@ -114,6 +114,8 @@ class ExpertSession:
     def fork(self, agent_id: str = "", num_turns: int | None = None) -> ExpertSession:
         if num_turns is None:
             text, ids = self.text, list(self.ids)
+        elif not 0 <= num_turns <= len(self.turns):
+            raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"0 to {len(self.turns)}")
         else:
             text = self._texts[num_turns]
             ids = self.ids[: self.turns[num_turns - 1].end if num_turns else self.first]

@@ -193,10 +193,10 @@ class TokenSession:
         if num_turns is None:
             self._require_quiet("fork")
             num_turns, ids = len(self.turns), self._ids
-        elif num_turns <= len(self.turns):
+        elif 0 <= num_turns <= len(self.turns):
             ids = self._ids[: self.turns[num_turns - 1].end] if num_turns else self.request.prompt_ids
         else:
-            raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"up to {len(self.turns)}")
+            raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"0 to {len(self.turns)}")
         lineage = self.request.lineage
         # Without a sampled token there is no trajectory that the fork could name as its parent.
         own = (self.rollout_id, self.turns[num_turns - 1].end) if num_turns else None

@@ -129,3 +129,13 @@ def test_an_expert_has_no_door() -> None:
         await session.sample()
 
     assert len(shown(play)[0]) == 1
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_an_expert_forks_behind_turns_that_it_had(number: int) -> None:
+    async def play(session: Session) -> None:
+        await session.sample()
+        with pytest.raises(EpisodeError, match=f"fork; seen: {number} turns; expected: 0 to 1"):
+            session.fork("", number)
+
+    assert len(shown(play)[0]) == 1

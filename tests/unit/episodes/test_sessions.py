@@ -83,6 +83,9 @@ def test_calls_that_a_session_does_not_allow_are_refused_by_name() -> None:
             session.observe("")
         with pytest.raises(EpisodeError, match="max_tokens"):
             await session.sample(0)
+        for number in (-1, 2):
+            with pytest.raises(EpisodeError, match=rf"fork; seen: {number} turns; expected: 0 to 1"):
+                session.fork("", number)
         return {"reward": 1.0}
 
     (episode,) = ends(wrong)
