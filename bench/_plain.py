@@ -136,7 +136,7 @@ def _inputs(batch: Microbatch) -> dict[str, Any]:
     to = platform.device()
     cu_seqlens = torch.from_numpy(batch.cu_seqlens.copy()).to(to)
     if to.type == "cpu":
-        attention.describe(cu_seqlens, None, size=1, rank=0)
+        attention.describe(cu_seqlens, batch, size=1, rank=0)
     longest = int(np.diff(batch.cu_seqlens).max())
     input_ids, labels, position_ids = (
         torch.from_numpy(array.copy()).to(to)[None] for array in (batch.input_ids, batch.target_ids, batch.position_ids)
