@@ -19,7 +19,7 @@ from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, Share
-from moerl.tasks.section import TaskSection
+from moerl.tasks.section import TaskSection, require_prompts
 from moerl.tasks.tools.arithmetic import calculate
 
 DEV_POOL = 512
@@ -77,13 +77,7 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
         problems = self._split(split)
-        if not 0 <= count <= len(problems):
-            raise ConfigError(
-                f"the {split} split of calculator does not have that many prompts",
-                seen=count,
-                expected=f"0 to {len(problems)}",
-                remedy="ask for fewer prompts, or raise task.num_train",
-            )
+        require_prompts("calculator", split, count, len(problems), "task.num_train")
         return [self._prompt(f"calculator-{split}-{i}", number) for i, number in enumerate(problems[:count])]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:

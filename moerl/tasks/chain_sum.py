@@ -20,7 +20,7 @@ from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
 from moerl.tasks.rewards import at_once
-from moerl.tasks.section import TaskSection
+from moerl.tasks.section import TaskSection, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -140,13 +140,9 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, drawn when needed. `ConfigError` if the split has fewer."""
-        if not 0 <= count <= self.size(split):
-            raise ConfigError(
-                f"the {split} split of chain_sum does not have that many prompts",
-                seen=count,
-                expected=f"0 to {self.size(split)}",
-                remedy="ask for fewer prompts, or raise task.num_train, task.max_terms or task.max_digits",
-            )
+        require_prompts(
+            "chain_sum", split, count, self.size(split), "task.num_train, task.max_terms or task.max_digits"
+        )
         if split not in self._splits:
             self._splits[split] = _Split(split, self.config, self._reserved(split))
         return self._splits[split].first(count)

@@ -20,7 +20,7 @@ from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
-from moerl.tasks.section import TaskSection
+from moerl.tasks.section import TaskSection, require_prompts
 
 DEV_POOL = 512
 """Problems of the dev split, at most; those of an eighth of all ranges."""
@@ -86,13 +86,7 @@ class GuessTask(ExpertTask, ChatTask):
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
         problems = self._split(split)
-        if not 0 <= count <= len(problems):
-            raise ConfigError(
-                f"the {split} split of guess does not have that many prompts",
-                seen=count,
-                expected=f"0 to {len(problems)}",
-                remedy="ask for fewer prompts, or raise task.largest or task.span",
-            )
+        require_prompts("guess", split, count, len(problems), "task.largest or task.span")
         return [self._prompt(f"guess-{split}-{i}", *problem) for i, problem in enumerate(problems[:count])]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from moerl.errors import ConfigError, RewardError
 from moerl.sections import Count, Positive, Share
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
-from moerl.tasks.section import TaskSection
+from moerl.tasks.section import TaskSection, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -94,13 +94,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
-        if not 0 <= count <= self.size(split):
-            raise ConfigError(
-                f"the {split} split of reasoning_gym does not have that many prompts",
-                seen=count,
-                expected=f"0 to {self.size(split)}",
-                remedy=f"ask for fewer prompts, or raise task.num_{split}",
-            )
+        require_prompts("reasoning_gym", split, count, self.size(split), f"task.num_{split}")
         return self._split(split)[:count]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moerl.contract.ports import Task
+from moerl.errors import ConfigError
 from moerl.sections import Section
 
 
@@ -72,3 +73,17 @@ class TaskSection(Section):
 
     def check_files(self) -> None:
         """Checks that the files that the keys name are there. Raises `ConfigError`."""
+
+
+def require_prompts(task: str, split: str, count: int, size: int, keys: str) -> None:
+    """Raises `ConfigError` unless a split of `size` prompts has the first `count`.
+
+    keys: those to raise for more prompts.
+    """
+    if not 0 <= count <= size:
+        raise ConfigError(
+            f"the {split} split of {task} does not have that many prompts",
+            seen=count,
+            expected=f"0 to {size}",
+            remedy=f"ask for fewer prompts, or raise {keys}",
+        )

@@ -13,7 +13,7 @@ from moerl.contract.episodes import EpisodeTask
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.errors import ConfigError, EpisodeError
 from moerl.sections import Count, Positive
-from moerl.tasks.section import TaskSection
+from moerl.tasks.section import TaskSection, require_prompts
 
 FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
 """First seed of each split; none reaches 2**31, which some libraries do not take."""
@@ -71,13 +71,7 @@ class SeedsTask(EpisodeTask, ChatTask):
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, begun when needed. `ConfigError` if the split has fewer."""
-        if not 0 <= count <= self.size(split):
-            raise ConfigError(
-                f"the {split} split of {self._name} does not have that many prompts",
-                seen=count,
-                expected=f"0 to {self.size(split)}",
-                remedy=f"ask for fewer prompts, or raise task.num_{split}",
-            )
+        require_prompts(self._name, split, count, self.size(split), f"task.num_{split}")
         known = self._prompts[split]
         if len(known) < count:
             seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
