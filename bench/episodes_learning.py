@@ -1,9 +1,9 @@
 """Learning of recipes whose prompts are played: accuracy on dev problems by step, several seeds of each recipe.
 
 `python bench/episodes_learning.py RECIPE... [--seeds N] [--runs DIR] [--set KEY=VALUE...] [--json FILE] [--image FILE]`
-on a machine with two idle cores: minutes for each seed of a recipe. Responses are
-greedy; the baseline is the cold start of the same run. The image has a thin line for each seed and a thick one for
-their mean. Runs that `--runs` holds already are read, not repeated.
+on a machine with two idle cores: minutes for each seed of a recipe. Responses are greedy; the baseline is the cold
+start of the same run. The image has a thin line for each seed and a thick one for their mean; calls of tools by sampled
+episodes have a line of their own. Runs that `--runs` holds already are read, not repeated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pathlib import Path
 
 from _report import Result, command_line, report
 
-from moerl.diagnostics.colors import EVALUATION
+from moerl.diagnostics.colors import EVALUATION, ROLLOUTS
 from moerl.diagnostics.plots import INK, QUIET, new_figure, quiet_frame
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
+CALLS = "reward/tool_calls/mean"
+"""Metric of the calls of tools of a sampled episode."""
 Curve = Mapping[int, float]
 """Accuracy by step; 0 is the cold start."""
 
@@ -40,6 +42,12 @@ def dev_curve(folder: Path) -> Curve:
     """Reads the accuracy on dev problems from a run."""
     rows = read_rows(folder / METRICS_FILE)
     return {row["step"]: row["accuracy/mean"] for row in rows if row["stage"] == "evaluation"}
+
+
+def calls_curve(folders: Sequence[Path]) -> Curve:
+    """Reads the calls of tools by sampled episodes, means over runs; empty if their task counts none."""
+    of_runs = [[row for row in read_rows(folder / METRICS_FILE) if row["stage"] == "rl"] for folder in folders]
+    return mean_curve([{row["step"]: row[CALLS] for row in rows if CALLS in row} for rows in of_runs])
 
 
 def heldout(folder: Path) -> tuple[float, float]:
@@ -63,11 +71,14 @@ def results(recipe: str, folders: Sequence[Path]) -> list[Result]:
         return Result(f"{recipe}: {name}", statistics.mean(values), goal, holds, "accuracy", spread)
 
     pairs = [heldout(folder) for folder in folders]
+    calls = calls_curve(folders)
+    ends = {"first": min(calls), "last": max(calls)} if calls else {}
     before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     curves = [dev_curve(folder) for folder in folders]
     return [
         result("held-out problems, cold start", before),
         result("held-out problems, after RL", after, "above the cold start with every seed", min(after) > max(before)),
+        *(Result(f"{recipe}: tool calls of a sampled episode, {when} step", calls[at]) for when, at in ends.items()),
         *(result(f"dev problems, step {step}", [c[step] for c in curves]) for step in mean_curve(curves)),
     ]
 
@@ -83,6 +94,9 @@ def draw(found: Mapping[str, Sequence[Path]], path: Path) -> None:
             axis.plot(list(curve), list(curve.values()), color=EVALUATION, linewidth=0.9, alpha=0.5)
         mean = mean_curve(curves)
         axis.plot(list(mean), list(mean.values()), color=EVALUATION, linewidth=2.6)
+        if calls := calls_curve(folders):
+            axis.plot(list(calls), list(calls.values()), color=ROLLOUTS, linewidth=1.8, label="tool calls, sampled")
+            axis.legend(frameon=False, loc="lower right", labelcolor=INK)
         axis.set_title(recipe, loc="left", color=INK, fontsize=12, fontweight="bold", pad=8)
         axis.set_xlabel("training step", color=QUIET)
         axis.set_ylabel("accuracy, greedy, dev problems", color=QUIET)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.trajectory import Trajectory, TurnKind
 
@@ -42,6 +43,26 @@ def is_of_episode(trajectory: Trajectory) -> bool:
 def num_turns(trajectory: Trajectory) -> int:
     """Returns the number of sampled turns."""
     return sum(turn.kind is TurnKind.SAMPLED for turn in trajectory.turns)
+
+
+def turn_numbers(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int64]]:
+    """Returns the number of the turn of each sampled token, from 0: int64 [sampled tokens] per trajectory. Turns of a
+    fork go on from those that it begins with, if its parent is among the trajectories."""
+    by_id = {trajectory.lineage.rollout_id: trajectory for trajectory in trajectories}
+
+    def num_before(trajectory: Trajectory) -> int:
+        num, seen = 0, {trajectory.lineage.rollout_id}
+        while (parent := by_id.get(trajectory.lineage.parent_rollout_id)) and parent.lineage.rollout_id not in seen:
+            num += sum(turn.end <= trajectory.lineage.fork_at for turn in parent.sampled_turns)
+            seen.add(parent.lineage.rollout_id)
+            trajectory = parent
+        return num
+
+    return [
+        np.repeat(np.arange(len(turns)) + num_before(t), [turn.end - turn.start for turn in turns])
+        for t in trajectories
+        for turns in (t.sampled_turns,)
+    ]
 
 
 def spans_of(

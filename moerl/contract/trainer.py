@@ -17,8 +17,20 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trajectory import ModelSpec
 
-ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing", "weight", "kl", "sample")
-"""Columns of `PassReport.rows_RC`. sample: index in the minibatch, exact up to 2^24."""
+ROW_COLUMNS = (
+    "trainer",
+    "rollout",
+    "full",
+    "entropy",
+    "clipped",
+    "layers_differing",
+    "weight",
+    "kl",
+    "sample",
+    "position",
+)
+"""Columns of `PassReport.rows_RC`. sample: index in the minibatch; position: of the token in its sample; both are exact
+up to 2^24."""
 
 WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 """Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it

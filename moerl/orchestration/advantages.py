@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moerl.algorithms.policy import Algorithm, RewardedBatch
 from moerl.contract.batch import TrainSample
 from moerl.contract.demands import demand_scores
+from moerl.contract.spans import turn_numbers
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory
 
 
@@ -35,7 +36,7 @@ def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> 
         episode_index_B=numbered([f"{each.group_id}\0{each.episode}" for each in lineages]),
         num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
         agent_index_B=numbered([each.agent_id for each in lineages]),
-        turn_index_N=torch.from_numpy(np.concatenate(_turn_numbers(trajectories))),
+        turn_index_N=torch.from_numpy(np.concatenate(turn_numbers(trajectories))),
         turn_rewards_N=torch.from_numpy(np.concatenate([_turn_rewards(t) for t in trajectories])),
         truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
         scores_N={
@@ -65,23 +66,3 @@ def _turn_rewards(trajectory: Trajectory) -> NDArray[np.float32]:
     """Returns the rewards of turns on their last tokens: float32 [sampled tokens], 0 on others."""
     rewards_S = trajectory.scores.get(TURN_REWARDS)
     return np.zeros(trajectory.num_sampled, np.float32) if rewards_S is None else rewards_S[trajectory.sampled]
-
-
-def _turn_numbers(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int64]]:
-    """Returns the number of the turn of each sampled token: int64 [sampled tokens] per trajectory. Turns of a fork go
-    on from those that it begins with, if its parent is among the trajectories."""
-    by_id = {trajectory.lineage.rollout_id: trajectory for trajectory in trajectories}
-
-    def num_before(trajectory: Trajectory) -> int:
-        num, seen = 0, {trajectory.lineage.rollout_id}
-        while (parent := by_id.get(trajectory.lineage.parent_rollout_id)) and parent.lineage.rollout_id not in seen:
-            num += sum(turn.end <= trajectory.lineage.fork_at for turn in parent.sampled_turns)
-            seen.add(parent.lineage.rollout_id)
-            trajectory = parent
-        return num
-
-    return [
-        np.repeat(np.arange(len(turns)) + num_before(t), [turn.end - turn.start for turn in turns])
-        for t in trajectories
-        for turns in (t.sampled_turns,)
-    ]

@@ -42,6 +42,7 @@ from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.replay_report import explained
 from moerl.orchestration.run import Run
 from moerl.orchestration.source import Live, Source
+from moerl.orchestration.turn_metrics import turn_metrics
 from moerl.telemetry.metrics import table_metrics
 from moerl.trainer import profiling
 
@@ -185,6 +186,9 @@ class RLStage:
         metrics = self._update_metrics(totals, step)
         samples = [sample for minibatch in minibatches for sample in minibatch.samples]
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
+        tables = [step_metrics.RowTable.of(rows_RC) for rows_RC in totals.tables]
+        parts = [[sample.trajectory for sample in minibatch.samples] for minibatch in minibatches]
+        metrics |= turn_metrics([*zip(parts, tables, strict=True)])
         metrics |= step_metrics.loss_metrics(totals.losses, round(sum(each.num_tokens for each in minibatches)))
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
         metrics |= {

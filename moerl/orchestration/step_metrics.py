@@ -47,6 +47,8 @@ class RowTable:
     """KL to the reference model, nats; zeros without one."""
     sample: NDArray[np.float32]
     """Index of the token's sample in the minibatch."""
+    position: NDArray[np.float32]
+    """Position of the token in its sample."""
 
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:

@@ -48,6 +48,7 @@ def local_rows(
                 column(score.weights_T, torch.ones(batch.num_rows)),
                 column(score.kl_T),
                 batch.sample_index.astype(np.float32),
+                (batch.position_ids + 1).astype(np.float32),
             ]
         )
         parts.append(columns_CT[:, batch.loss_mask].T)

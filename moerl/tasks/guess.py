@@ -6,6 +6,7 @@ environment writes ``higher``, ``lower`` or ``no number`` until the number is fo
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -90,21 +91,30 @@ class GuessTask(ExpertTask, ChatTask):
         return [self._prompt(f"guess-{split}-{i}", *problem) for i, problem in enumerate(problems[:count])]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
-        """Returns `reward` and `accuracy`: 1 if the number was found, else 0; `guesses`: the number of turns."""
-        secret, num_guesses, found = prompt.facts["secret"], 0, False
+        """Returns `reward`: the share of what was to be learned of the number, each turn's part credited to it;
+        `accuracy`: 1 if it was found, else 0; `guesses`: the number of turns.
+
+        With n numbers left that it can be, log2(1 + n) bits are to be learned; none are if it was found, so the reward
+        is 1 then. A guess that earlier hints rule out earns nothing.
+        """
+        secret, num_guesses = prompt.facts["secret"], 0
+        left = range(prompt.facts["low"], prompt.facts["low"] + self.config.span + 1)
+        bits = first_bits = _bits(left)
         chat = Conversation.of(prompt, session) if self.has_chats else None
-        while num_guesses < self.config.max_guesses and not found and not session.is_over:
+        while num_guesses < self.config.max_guesses and left and not session.is_over:
             turn = await (chat or session).sample()
             num_guesses += 1
             is_number = turn.finish_reason is FinishReason.STOP and _NUMBER.fullmatch(turn.text)
-            found = bool(is_number) and int(turn.text) == secret
-            if not found:
-                hint = HINTS[2] if not is_number else HINTS[0] if int(turn.text) < secret else HINTS[1]
-                if chat is not None:
-                    await chat.observe({"role": "user", "content": hint})
-                else:
-                    session.observe(f"\n{hint}\n")
-        return {"reward": float(found), "accuracy": float(found), "guesses": float(num_guesses)}
+            hint, left = _answer(int(turn.text) if is_number else None, secret, left)
+            session.credit((bits - _bits(left)) / first_bits)
+            bits = _bits(left)
+            if not left:
+                break
+            if chat is not None:
+                await chat.observe({"role": "user", "content": hint})
+            else:
+                session.observe(f"\n{hint}\n")
+        return {"reward": 1.0 - bits / first_bits, "accuracy": float(not left), "guesses": float(num_guesses)}
 
     def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
         """Returns any number that the hints leave, or, in every second turn or so, any of the range: there is something
@@ -139,6 +149,26 @@ class GuessTask(ExpertTask, ChatTask):
             return Prompt(prompt_id, f"{question}\n", facts)
         text = "" if self._written is None else self._written[low]
         return Prompt(prompt_id, text, facts, Chat(({"role": "user", "content": question},)))
+
+
+def _answer(guess: int | None, secret: int, left: range) -> tuple[str, range]:
+    """Returns the hint to a guess, empty if it is the number, and the numbers that are left with the hint.
+
+    Args:
+        guess: None if there is no number.
+        left: the numbers that were left before.
+    """
+    if guess is None:
+        return HINTS[2], left
+    if guess == secret:
+        return "", range(0)
+    if guess < secret:
+        return HINTS[0], range(max(left.start, guess + 1), left.stop)
+    return HINTS[1], range(left.start, min(left.stop, guess))
+
+
+def _bits(left: range) -> float:
+    return math.log2(1 + len(left))
 
 
 @cache

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moerl.telemetry.metrics_texts import HEAD, TRACKERS
+from moerl.telemetry.metrics_texts import HEAD, MISMATCH, TRACKERS, TURNS
 
 STAGES = ("sft", "rl", "evaluation")
 """Stages of a run, as in the `stage` of a row. Evaluations carry the number of RL steps done before them."""
@@ -66,25 +66,6 @@ def _timed(name: str, unit: str, meaning: str) -> Metric:
     return Metric(name, unit, meaning, deterministic=False)
 
 
-_MISMATCH = (
-    ("logprob_abs_mean", "nat", "mean |d| of sampled tokens, d = trainer log-prob - rollout log-prob"),
-    ("logprob_abs_max", "nat", "largest |d|"),
-    ("k3", "nat", "mean of exp(d) - 1 - d; estimates KL(rollout || trainer)"),
-    ("ratio_mean", "1", "mean of exp(d), trainer probability / rollout probability"),
-    ("share_outside_tenth", "1", "share of tokens with exp(d) outside of [0.9, 1.1]"),
-    ("share_above_ln2", "1", "share of tokens with |d| > ln 2: probabilities apart by more than a factor of two"),
-    (
-        "tokens_with_different_experts",
-        "1",
-        "share of tokens for which the trainer's router would have chosen other experts in some layer",
-    ),
-    (
-        "layers_differing_per_token",
-        "layer",
-        "mean number of MoE layers in which the trainer's router would have chosen other experts",
-    ),
-)
-
 _ALL = (
     Metric(
         "reward/mean", "reward", "mean reward: of sampled responses in rl, of greedy ones to dev problems in evaluation"
@@ -136,11 +117,11 @@ _ALL = (
     Metric(
         "policy/kl_reference", "nat", "mean exact KL to the reference model, as algorithm.kl_coef weighs it; 0 without"
     ),
-    *(Metric(f"mismatch/{name}", unit, f"{meaning}; as the step trains") for name, unit, meaning in _MISMATCH),
+    *(Metric(f"mismatch/{name}", unit, f"{meaning}; as the step trains") for name, unit, meaning in MISMATCH),
     *(
         Metric(f"mismatch/{scorer}/{name}", unit, f"{meaning}; scored with {how}")
         for scorer, how in SCORERS.items()
-        for name, unit, meaning in _MISMATCH
+        for name, unit, meaning in MISMATCH
     ),
     Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
     Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
@@ -291,8 +272,22 @@ _SCORES = (
     ),
 )
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+NUM_TURNS = 8
+"""Turns of a session that have metrics of their own: the first ones."""
 
+
+def turn_metric(turn: int | str, figure: str) -> str:
+    """Returns the name of a metric of the n-th turns. turn: from 1."""
+    return f"turn/{turn}/{figure}"
+
+
+def _of_turn(turn: int | str) -> list[Metric]:
+    return [Metric(turn_metric(turn, name), unit, meaning) for name, unit, meaning in TURNS]
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric for metric in (*_ALL, *(each for turn in range(NUM_TURNS) for each in _of_turn(turn + 1)))
+}
 
 LAYER_METRICS = ("disagreement", "jaccard", "margin_at_flips", "margin_elsewhere", "live_rows")
 """Metrics in a row of ``layers.jsonl``, one number per MoE layer each; meanings as of ``routing/...``."""
@@ -373,10 +368,10 @@ def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def reference_page() -> str:
     """Returns docs/metrics.md as text; the figures of a mismatch table are listed once, for every scorer."""
-    tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
+    tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []
-    for metric in [*singles, _NAMED_REWARD, _AGENT_REWARD, _FAILED_REWARD, *_SCORES, *tables]:
+    for metric in [*singles, _NAMED_REWARD, _AGENT_REWARD, _FAILED_REWARD, *_SCORES, *_of_turn("<n>"), *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
     return "\n".join([HEAD, *rows, "", TRACKERS])

@@ -32,14 +32,22 @@ from moerl.diagnostics.report.data import Decomposition, Histogram, LayerMap, Re
 from moerl.diagnostics.report.definitions import definition_of
 from moerl.diagnostics.report.thinning import joined_columns
 from moerl.diagnostics.report.words import brief, percent
-from moerl.telemetry.metrics import METRICS, SCORERS
+from moerl.telemetry.metrics import METRICS, NUM_TURNS, SCORERS, turn_metric
 
 Named = tuple[str, Report]
 """A report and the name that its curves get; empty if it is alone."""
 
 _BY_SCORER = ("logprob_abs_mean", "k3", "share_above_ln2")
+_BY_TURN = {
+    "logprob_abs_mean": "Gap, mean |d|",
+    "tokens_with_different_experts": "Tokens with other experts",
+    "tokens_mean": "Sampled tokens",
+    "reward_mean": "Reward earned",
+    "sessions": "Sessions",
+}
+"""Figures that are drawn by turn, and their titles."""
 _TRAINED = "as trained"
-_SAMPLED = ("reward", "accuracy", "response", "groups", "episode")
+_SAMPLED = ("reward", "accuracy", "response", "groups", "episode", "turn")
 """First words of metrics of sampled responses."""
 _LEARNING = {
     "Reward": {
@@ -89,7 +97,7 @@ def _of(name: str, what: str) -> str:
 
 
 def over_steps(reports: Sequence[Named]) -> Chart | None:
-    """Returns every metric over steps; first those by scorer."""
+    """Returns every metric over steps; first those by scorer and, of a single report, by turn."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
     of_report = _report_colors(reports)
     limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
@@ -107,6 +115,9 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
         ]
         choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves, limit))
         groups.append("by scorer")
+    for metric, curves in _by_turn(reports).items():
+        choices.append(_step_choice(f"{metric}, by turn", metric, curves, limit))
+        groups.append("by turn")
     for metric in names:
         curves = [
             curve
@@ -116,6 +127,23 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
         choices.append(_step_choice(metric, metric, curves, limit))
         groups.append(metric.partition("/")[0])
     return Chart("steps", tuple(choices), "metric", tuple(groups)) if choices else None
+
+
+def _by_turn(reports: Sequence[Named]) -> dict[str, list[Curve]]:
+    """Returns the curves of turns of a single report, by the title of their figure."""
+    if len(reports) > 1:
+        return {}
+    ((_, report),) = reports
+    colors = page_colors(f"turn {turn + 1}" for turn in range(NUM_TURNS))
+    found = {
+        meaning: [
+            curve
+            for turn, (name, color) in enumerate(colors.items(), 1)
+            if (curve := _curve(report, turn_metric(turn, figure), name, color))
+        ]
+        for figure, meaning in _BY_TURN.items()
+    }
+    return {meaning: curves for meaning, curves in found.items() if len(curves) > 1}
 
 
 def learning(report: Report) -> Chart | None:

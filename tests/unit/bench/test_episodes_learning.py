@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("episodes_learning")
 
 
-def run_of(folder: Path, *dev: float, heldout: tuple[float, float]) -> Path:
+def run_of(folder: Path, *dev: float, heldout: tuple[float, float], names: Sequence[str] = ()) -> Path:
     """A finished run with these accuracies on dev problems, and on held-out ones before and after."""
     folder.mkdir()
     rows: list[dict[str, Any]] = [
         {"stage": "evaluation", "step": 10 * i, "accuracy/mean": each} for i, each in enumerate(dev)
     ]
     rows[0]["heldout/accuracy"], rows[-1]["heldout/accuracy"] = heldout
-    rows.insert(1, {"stage": "rl", "step": 1, "accuracy/mean": 9.0})
+    rows.insert(1, {"stage": "rl", "step": 1, "accuracy/mean": 9.0, **dict.fromkeys(names, 0.25)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text("{}")
     return folder
@@ -55,3 +56,11 @@ def test_an_image_has_a_chart_of_each_recipe_and_runs_that_ended_are_not_repeate
     learning.train("no such recipe", 1, folders[0], [])
     learning.draw({"guess": folders, "self_play": folders}, tmp_path / "image.png")
     assert (tmp_path / "image.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_calls_of_tools_are_those_of_sampled_episodes(learning: Any, tmp_path: Path) -> None:
+    folders = [run_of(tmp_path / name, 0.1, 0.3, heldout=(0.2, 0.4), names=[learning.CALLS]) for name in "ab"]
+    found = {each.name: each.value for each in learning.results("calculator", folders)}
+    assert found["calculator: tool calls of a sampled episode, last step"] == 0.25
+    learning.draw({"calculator": folders}, tmp_path / "image.png")
+    assert (tmp_path / "image.png").exists()

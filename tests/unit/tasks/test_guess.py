@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -26,6 +27,7 @@ class FakeSession:
     def __init__(self, texts: Sequence[str], reason: FinishReason = FinishReason.STOP) -> None:
         self.texts, self.reason = list(texts), reason
         self.observed: list[str] = []
+        self.credits: list[float] = []
 
     @property
     def num_left(self) -> int:
@@ -41,18 +43,29 @@ class FakeSession:
     def observe(self, text: str) -> None:
         self.observed.append(text.strip())
 
+    def credit(self, reward: float, turn: int = -1) -> None:
+        self.credits.append(reward)
+
 
 PROMPT = Prompt("p", "A number from 10 to 19:\n", {"low": 10, "secret": 14})
 
 
 def played(session: FakeSession, task: GuessTask | None = None) -> tuple[float, float, list[str]]:
     rewards = asyncio.run((task or GuessTask(config())).play(PROMPT, cast(Any, session)))
-    assert rewards["reward"] == rewards["accuracy"]
-    return rewards["reward"], rewards["guesses"], session.observed
+    assert sum(session.credits) == pytest.approx(rewards["reward"])
+    assert (rewards["reward"] == 1.0) == (rewards["accuracy"] == 1.0)
+    return rewards["accuracy"], rewards["guesses"], session.observed
 
 
 def test_hints_lead_to_the_number() -> None:
     assert played(FakeSession(["12", "17", "14", "15"])) == (1.0, 3.0, ["higher", "lower"])
+
+
+def test_a_turn_earns_the_bits_that_it_leaves_fewer() -> None:
+    session = FakeSession(["16", "11", "16", "x"])
+    played(session)
+    bits = [math.log2(1 + n) for n in (10, 6, 4)]
+    assert session.credits == pytest.approx([(bits[0] - bits[1]) / bits[0], (bits[1] - bits[2]) / bits[0], 0.0, 0.0])
 
 
 def test_what_is_no_number_is_called_so_and_uses_up_a_guess() -> None:

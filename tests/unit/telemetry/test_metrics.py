@@ -39,6 +39,8 @@ def test_every_metric_is_on_the_reference_page():
     for name in METRICS:
         parts = name.split("/")
         listed = f"mismatch/<scorer>/{parts[2]}" if len(parts) == 3 and parts[1] in SCORERS else name
+        if parts[0] == "turn":
+            listed = f"turn/<n>/{parts[2]}"
         assert f"`{listed}`" in page
 
 
