@@ -1,7 +1,7 @@
 """Messages of agents on Anthropic's API: requests become those of the chat door, and its answers messages of this wire.
 
     here                          chat completions
-    `system`                      a message `system` in front
+    `system`                      a message `system` in front; messages `system` stay in their places
     `tool_result`                 a message `tool`, whose text begins with `error: ` if `is_error` is set
     texts of a user               a message `user`, behind the results
     text and `tool_use`           one message `assistant`
@@ -86,6 +86,14 @@ class _UserMessage(StrictFields):
         return messages
 
 
+class _SystemMessage(StrictFields):
+    role: Literal["system"]
+    content: _Texts = ()
+
+    def chat(self) -> list[ChatMessage]:
+        return [ChatMessage(role="system", content=_joined(self.content))]
+
+
 class _AssistantMessage(StrictFields):
     role: Literal["assistant"]
     content: Annotated[tuple[Annotated[_Text | _ToolUse, _TAG], ...], _AS_BLOCKS] = ()
@@ -128,7 +136,8 @@ class _NoThinking(StrictFields):
 
 class _Request(_Block):
     messages: Annotated[
-        list[Annotated[_UserMessage | _AssistantMessage, Field(discriminator="role")]], Field(min_length=1)
+        list[Annotated[_UserMessage | _SystemMessage | _AssistantMessage, Field(discriminator="role")]],
+        Field(min_length=1),
     ]
     system: _Texts = ()
     model: str = "policy"
