@@ -114,6 +114,7 @@ class _Request(StrictFields):
     # Labels. Nothing is stored, whatever `store` says.
     store: Any = None
     metadata: Any = None
+    client_metadata: Any = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
