@@ -50,8 +50,9 @@ class AgentEndpoint:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables from which clients of OpenAI's API read both."""
-        return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+        """Environment variables from which clients of OpenAI's and Anthropic's APIs read both."""
+        anthropic = {"ANTHROPIC_BASE_URL": self.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.key}
+        return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key, **anthropic}
 
 
 class Session(Protocol):

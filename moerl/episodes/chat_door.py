@@ -1,4 +1,5 @@
-"""Chat completions of agents: each request goes on with a session of the episode.
+"""Chat completions of agents: each request goes on with a session of the episode. Other wires (`messages_door`,
+`responses_door`) turn their requests into chat requests, and get the same completions.
 
 A client sends the whole conversation each time. The door looks for the conversation whose answers the messages begin
 with, goes on there, and encodes only what is new; so every token that was sampled stays as it was:
@@ -24,10 +25,12 @@ from moerl.contract.episodes import SampledTurn
 from moerl.contract.ports import Chat
 from moerl.contract.tool_calls import ToolFormat
 from moerl.contract.trajectory import FinishReason
-from moerl.episodes.chat_request import ChatMessage, ChatRequest, read_request
+from moerl.episodes.chat_request import ChatMessage, ChatRequest, Wire, function_call, read_fields, require_sampling
 from moerl.episodes.session import TokenSession
 from moerl.errors import EpisodeError
 from moerl.http.server import JsonReply
+
+_WHAT = "chat completions"
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +81,8 @@ class _Choice:
     turn: SampledTurn
     prompt_ids: tuple[int, ...]
     message: ChatMessage
+    stopped_by: str | None
+    """Text of `stop` that ended the turn."""
 
 
 class ChatDoor:
@@ -96,18 +101,23 @@ class ChatDoor:
 
     async def complete(self, body: object) -> JsonReply:
         """Answers a request. Raises MoerlError if it cannot be carried out."""
-        request = read_request(body, self._session.request.sampling, self._ignored)
-        choices = await self._choices(request)
-        whole = _completion(request, choices)
+        request = read_fields(ChatRequest, _WHAT, body, self._ignored)
+        whole = await self.completion(request, Wire(_WHAT, [f"message {i}" for i in range(len(request.messages))]))
         return JsonReply(_chunks(whole, request), is_stream=True) if request.stream else JsonReply(whole)
 
-    async def _choices(self, request: ChatRequest) -> list[_Choice]:
+    async def completion(self, request: ChatRequest, wire: Wire) -> dict[str, Any]:
+        """Returns the completion of a request. Raises MoerlError, in the words of the wire, if it cannot be carried
+        out."""
+        require_sampling(wire.name, request, self._session.request.sampling)
+        return _completion(request, await self._choices(request, wire))
+
+    async def _choices(self, request: ChatRequest, wire: Wire) -> list[_Choice]:
         """Returns all answers, or none: if one fails, or the client gives up, the others are forgotten."""
         tool_format = await self._format(request)
         branches: list[Branch] = []
         try:
             for _ in range(request.n):
-                branches.append(await self._branch(request))
+                branches.append(await self._branch(request, wire))
             tasks = [asyncio.ensure_future(self._sample(branch, request)) for branch in branches]
             try:
                 turns = await asyncio.gather(*tasks)
@@ -121,14 +131,15 @@ class ChatDoor:
                 branch.is_busy = False
         choices: list[_Choice] = []
         for branch, (turn, prompt_ids) in zip(branches, turns, strict=True):
-            message = self._message(_before(turn.text, request.stop), tool_format)
+            content, stopped_by = _before(turn.text, request.stop)
+            message = self._message(content, tool_format)
             branch.shown += [*request.messages[len(branch.shown) :], message]
             branch.num_tokens = len(branch.session.token_ids)
             branch.session.count_calls(len(message.tool_calls))
-            choices.append(_Choice(branch, turn, prompt_ids, message))
+            choices.append(_Choice(branch, turn, prompt_ids, message, stopped_by))
         return choices
 
-    async def _branch(self, request: ChatRequest) -> Branch:
+    async def _branch(self, request: ChatRequest, wire: Wire) -> Branch:
         """Returns a conversation that can go on with the request, marked as busy."""
         tools = tuple(request.tools)
         found, num_turns, is_open = None, -1, False
@@ -140,7 +151,7 @@ class ChatDoor:
                 found, num_turns, is_open = branch, shared, ends_here
         if found is None:
             if any(each.role == "assistant" for each in request.messages):
-                raise self._foreign_answer(request)
+                raise self._foreign_answer(request, wire)
             chat = Chat(tuple(each.plain() for each in request.messages), tools)
             name = f"agent-{len(self._branches)}"
             found = self._begun(await Conversation.opened(self._session, chat, name), list(request.messages))
@@ -174,8 +185,8 @@ class ChatDoor:
         written: list[dict[str, Any]] = []
         for call in calls:
             self._num_calls += 1
-            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            written.append({"id": f"call_{self._num_calls}", "type": "function", "function": function})
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            written.append(function_call(f"call_{self._num_calls}", call.name, arguments))
         return ChatMessage(role="assistant", content=content, tool_calls=written)
 
     async def _format(self, request: ChatRequest) -> ToolFormat | None:
@@ -187,10 +198,10 @@ class ChatDoor:
             self._formats[key] = await ToolFormat.of(self._session.render, request.tools)
         return self._formats[key]
 
-    def _foreign_answer(self, request: ChatRequest) -> EpisodeError:
+    def _foreign_answer(self, request: ChatRequest, wire: Wire) -> EpisodeError:
         if any(branch.turns_shared(request.messages) >= 0 for branch in self._branches):
             return EpisodeError(
-                "chat completions: tools: others than before, and the history has answers",
+                f"{wire.name}: tools: others than before, and the history has answers",
                 seen=f"{len(request.tools)} tools",
                 expected="the tools with which the conversation began: the template writes them in front of it",
                 remedy="send the same tools with every request, or begin without answers",
@@ -199,10 +210,10 @@ class ChatDoor:
         answers = ((i, each) for i, each in enumerate(request.messages) if each.role == "assistant")
         place = next((i for i, each in answers if not any(each.is_same(other) for other in known)), None)
         return EpisodeError(
-            "chat completions: the history is none that this episode had",
+            f"{wire.name}: the history is none that this episode had",
             seen="answers in another order, or behind other messages"
             if place is None
-            else f"message {place} is no answer of the policy",
+            else f"{wire.places[place]} is no answer of the policy",
             expected="messages so far as they were sent and answered, and others behind",
             remedy="send the history unchanged; for a conversation of its own, begin without answers",
         )
@@ -216,9 +227,10 @@ def _forget(branches: Sequence[Branch], ends: Sequence[object]) -> None:
             branch.session.retract()
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    """Returns a text up to the first of the texts that end it."""
-    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+def _before(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Returns a text up to the first of the texts that end it, and that one."""
+    at, ended_by = min(((at, each) for each in stop if (at := text.find(each)) >= 0), default=(len(text), None))
+    return text[:at], ended_by
 
 
 def used_beside(seen: int, expected: int) -> EpisodeError:
@@ -259,6 +271,7 @@ def _choice(request: ChatRequest, index: int, choice: _Choice) -> dict[str, Any]
         "index": index,
         "message": shown,
         "finish_reason": "tool_calls" if message.tool_calls and ended == "stop" else ended,
+        "stop_reason": choice.stopped_by,  # as vLLM says it
         "logprobs": None,
     }
     if request.logprobs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -13,6 +14,7 @@ from moerl.errors import EpisodeError
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 Limit = Annotated[int, Field(ge=1)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 _SHOWN = 80
 
 
@@ -61,6 +63,11 @@ class ChatMessage(StrictFields):
     def is_same(self, other: ChatMessage) -> bool:
         """Returns True if two messages say the same, however the JSON of their calls is written."""
         return _comparable(self) == _comparable(other)
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Returns a call of an answer. arguments: JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class StreamOptions(StrictFields):
@@ -121,7 +128,7 @@ class ChatRequest(SamplingFields):
     """Label."""
     parallel_tool_calls: Literal[True] = True
     """Calls side by side are the policy's choice."""
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
+    stop: StopTexts = []
     """Texts that end an answer, and are left out of it."""
     # Fields that other values than these would give an effect.
     top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
@@ -138,19 +145,14 @@ class ChatRequest(SamplingFields):
         return min((each for each in (self.max_tokens, self.max_completion_tokens) if each is not None), default=None)
 
 
-def read_request(body: object, sampling: SamplingParams, ignored: Collection[str]) -> ChatRequest:
-    """Returns the request of a body.
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Words of the request that a chat request was made of, for errors."""
 
-    Args:
-        sampling: distribution of the run, which a request cannot change.
-        ignored: fields that are left aside.
-
-    Raises:
-        EpisodeError: a field is unknown, or asks for what a run does not do.
-    """
-    request = read_fields(ChatRequest, "chat completions", body, ignored)
-    require_sampling("chat completions", request, sampling)
-    return request
+    name: str
+    """Name of the wire."""
+    places: Sequence[str]
+    """Place of each message in the client's own request."""
 
 
 def read_fields[M: BaseModel](model: type[M], what: str, body: object, ignored: Collection[str]) -> M:

@@ -1,6 +1,8 @@
 """Door of an episode: an address and a key, behind which an agent's requests go on with its sessions.
 
 POST /v1/chat/completions      messages (`chat_door`)
+POST /v1/messages              messages, as Anthropic's clients send them (`messages_door`)
+POST /v1/responses             items, as OpenAI's newer API has them (`responses_door`)
 POST /inference/v1/generate    token ids (`token_door`)
 GET  /v1/models                the name of the policy, and the longest sequence
 """
@@ -14,6 +16,8 @@ from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import AgentEndpoint
 from moerl.contract.ports import Prompt
 from moerl.episodes.chat_door import ChatDoor, used_beside
+from moerl.episodes.messages_door import MessagesDoor
+from moerl.episodes.responses_door import ResponsesDoor
 from moerl.episodes.session import TokenSession
 from moerl.episodes.token_door import TokenDoor
 from moerl.errors import MoerlError, SessionOverError
@@ -28,6 +32,8 @@ async def open_door(
     if session.token_ids != list(session.request.prompt_ids):
         raise used_beside(len(session.token_ids), len(session.request.prompt_ids))
     chat = None if prompt.chat is None else ChatDoor(session, Conversation.of(prompt, session), ignored)
+    messages = None if chat is None else MessagesDoor(chat, ignored)
+    responses = None if chat is None else ResponsesDoor(chat, ignored)
     tokens = TokenDoor(session, ignored)
 
     async def answer(method: str, path: str, body: object) -> JsonReply:
@@ -36,6 +42,10 @@ async def open_door(
             match method, path:
                 case "POST", "/v1/chat/completions" if chat is not None:
                     return await chat.complete(body)
+                case "POST", "/v1/messages" if messages is not None:
+                    return await messages.create(body)
+                case "POST", "/v1/responses" if responses is not None:
+                    return await responses.create(body)
                 case "POST", "/inference/v1/generate":
                     return await tokens.generate(body)
                 case "GET", "/v1/models":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ class JsonReply:
     """HTTP status."""
     is_stream: bool = False
     """True if `content` is a sequence that is sent as server-sent events, with `[DONE]` behind them."""
+    names_events: bool = False
+    """True if each event of a stream is sent with its `type` as its name, and nothing behind the last one."""
 
 
 Handler = Callable[[str, str, Any], Awaitable[JsonReply]]
@@ -86,8 +88,7 @@ class JsonServer:
             self._runner, self._port = runner, runner.addresses[0][1]
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        caller = self._callers.get(key.strip()) if scheme.lower() == "bearer" else None
+        caller = self._callers.get(_key(request))
         if caller is None:
             return _json(refusal("no such key; an episode's key ends with it", "invalid_api_key"), 401)
         task = asyncio.current_task()
@@ -104,23 +105,32 @@ class JsonServer:
             reply = await caller.handler(request.method, request.path, body)
         finally:
             caller.tasks.discard(task)
-        return await _events(request, reply.content) if reply.is_stream else _json(reply.content, reply.status)
+        return await _events(request, reply) if reply.is_stream else _json(reply.content, reply.status)
 
 
 def refusal(message: str, code: str) -> dict[str, Any]:
-    """Returns an error as clients of OpenAI's API read it."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    """Returns an error as clients of OpenAI's API and of Anthropic's read it."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return {"type": "error", "error": error}
+
+
+def _key(request: web.Request) -> str:
+    """Returns the key in the header of OpenAI's clients, or of Anthropic's; empty if there is none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _json(content: Any, status: int) -> web.Response:
     return web.json_response(content, status=status)
 
 
-async def _events(request: web.Request, events: Sequence[Any]) -> web.StreamResponse:
+async def _events(request: web.Request, reply: JsonReply) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for event in events:
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+    for event in reply.content:
+        name = f"event: {event['type']}\n" if reply.names_events else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    if not reply.names_events:
+        await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

@@ -333,7 +333,12 @@ def test_a_session_that_is_over_says_so():
 
 def test_an_endpoint_gives_its_key_to_environments_and_not_to_messages():
     endpoint = AgentEndpoint("http://127.0.0.1:1/v1", "secret")
-    assert endpoint.environment == {"OPENAI_BASE_URL": "http://127.0.0.1:1/v1", "OPENAI_API_KEY": "secret"}
+    assert endpoint.environment == {
+        "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+        "OPENAI_API_KEY": "secret",
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1:1",
+        "ANTHROPIC_API_KEY": "secret",
+    }
     assert "secret" not in repr(endpoint)
 
 
