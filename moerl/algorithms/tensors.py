@@ -1,22 +1,31 @@
-"""Advantages of a batch of trajectories. Runs in the controller."""
+"""Tensors that algorithms and statistics get of trajectories and of numpy arrays. Loads torch: the controller calls it
+through `moerl.algorithms.arrays`.
+
+Shape legend: B = rollouts of a batch, N = their sampled tokens, R = trained tokens of an update, L = MoE layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.algorithms.policy import Algorithm, RewardedBatch
+from moerl.algorithms.agreement import summarize
+from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
+from moerl.algorithms.policy import RewardedBatch, SampledTokens
 from moerl.contract.batch import TrainSample
 from moerl.contract.demands import demand_scores
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory
 
 
-def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> RewardedBatch:
+def rewarded(
+    trajectories: Sequence[Trajectory], scores: Sequence[str] = (), kl_B: NDArray[np.float64] | None = None
+) -> RewardedBatch:
     """Returns the batch that advantages of these trajectories are computed from. A trajectory without an episode is an
-    episode of its own. scores: names of the side scores that the batch has.
+    episode of its own. scores: names of the side scores that the batch has;
+    kl_B: as in `RewardedBatch`.
 
     Raises:
         ContractError: a trajectory lacks one of the scores.
@@ -38,27 +47,43 @@ def rewarded(trajectories: Sequence[Trajectory], scores: Sequence[str] = ()) -> 
         turn_index_N=torch.from_numpy(np.concatenate(_turn_numbers(trajectories))),
         turn_rewards_N=torch.from_numpy(np.concatenate([_turn_rewards(t) for t in trajectories])),
         truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+        kl_B=None if kl_B is None else torch.from_numpy(kl_B).float(),
         scores_N={
             name: torch.from_numpy(np.concatenate([t.scores[name][t.sampled] for t in trajectories])) for name in scores
         },
     )
 
 
-def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
-    """Returns the trajectories with the advantages of their sampled tokens; with zeros if a KL is yet to be taken from
-    the rewards."""
-    counts = [trajectory.num_sampled for trajectory in trajectories]
-    if algorithm.kl_in_reward:
-        advantages_N = np.zeros(sum(counts), np.float32)
-    else:
-        advantages = algorithm.compute_advantages(rewarded(trajectories, algorithm.needs)).numpy()
-        advantages_N = np.repeat(advantages, counts) if len(advantages) == len(trajectories) else advantages
-    samples: list[TrainSample] = []
-    for trajectory, end in zip(trajectories, np.cumsum(counts).tolist(), strict=True):
-        advantages_S = np.zeros(len(trajectory), np.float32)
-        advantages_S[trajectory.sampled] = advantages_N[end - trajectory.num_sampled : end]
-        samples.append(TrainSample(trajectory, advantages_S))
-    return samples
+def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
+    """Returns advantages and rollout log-probs of the sampled tokens, for the facts of an algorithm
+    (`Algorithm.batch_facts`)."""
+
+    def of_all(arrays: Iterable[NDArray[np.float32]]) -> torch.Tensor:
+        chosen = zip(arrays, samples, strict=True)
+        return torch.from_numpy(np.concatenate([each[sample.trajectory.sampled] for each, sample in chosen]))
+
+    return SampledTokens(
+        of_all(sample.advantages for sample in samples), of_all(s.trajectory.rollout_logprobs for s in samples)
+    )
+
+
+def mismatch_of(trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32]) -> dict[str, float]:
+    """Returns the means, maximum and shares of `moerl.algorithms.mismatch.MismatchSums` over all tokens."""
+    all_R = torch.ones(len(trainer_R), dtype=torch.bool)
+    return mismatch_sums(torch.from_numpy(trainer_R), torch.from_numpy(rollout_R), all_R).finalize()
+
+
+def quantiles_of(trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32], max_samples: int) -> dict[str, float]:
+    """Returns quantiles of the ratio trainer over rollout, of at most `max_samples` tokens."""
+    all_R = torch.ones(len(trainer_R), dtype=torch.bool)
+    return ratio_quantiles(ratio_sample(torch.from_numpy(trainer_R), torch.from_numpy(rollout_R), all_R, max_samples))
+
+
+def agreement_of(sums_LS: NDArray[np.float64], *, over_layers: bool) -> dict[str, list[float]]:
+    """Returns `moerl.algorithms.agreement.summarize` of sums over all ranks: a number for each layer, or one for all
+    layers together."""
+    sums = torch.from_numpy(sums_LS)
+    return summarize(sums.sum(0, keepdim=True) if over_layers else sums)
 
 
 def _turn_rewards(trajectory: Trajectory) -> NDArray[np.float32]:
