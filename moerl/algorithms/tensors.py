@@ -24,8 +24,11 @@ def rewarded(
     trajectories: Sequence[Trajectory], scores: Sequence[str] = (), kl_B: NDArray[np.float64] | None = None
 ) -> RewardedBatch:
     """Returns the batch that advantages of these trajectories are computed from. A trajectory without an episode is an
-    episode of its own. scores: names of the side scores that the batch has;
-    kl_B: as in `RewardedBatch`.
+    episode of its own.
+
+    Args:
+        scores: names of the side scores that the batch has.
+        kl_B: as in `RewardedBatch`.
 
     Raises:
         ContractError: a trajectory lacks one of the scores.
