@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
 _INTERRUPTED = 130  # after Ctrl-C, as shells have it
+MODULES_OF_RUNS = (
+    *("moerl.orchestration.commands", "moerl.ranks.placement", "moerl.rollout.factory"),
+    *("moerl.rollout.tokenizers", "moerl.trainer.new_model"),
+)
+"""Modules that a run begins with, and that load torch, transformers and Megatron."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,10 +169,9 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
         print(f"note: {note}", file=sys.stderr)
     listen_for_servers(config.rollout, host=controller_address(config.launch))
     before_cuda(config.trainer.tf32)
-    importlib.import_module("moerl.orchestration.commands")
-    # These imports take seconds; a stop signal may end them, too.
-    for heavy in ("moerl.ranks.placement", "moerl.rollout.factory", "moerl.trainer.new_model"):
-        importlib.import_module(heavy)
+    # The imports take seconds; a stop signal may end them, too.
+    for name in MODULES_OF_RUNS:
+        importlib.import_module(name)
     return config, resume, lock
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -24,6 +25,7 @@ WITHOUT_TORCH = {
     *("moerl.telemetry.metrics", "moerl.telemetry.trackers.process"),
 }
 WITH_TRANSFORMERS_ALONE = {"moerl.orchestration.template_worker"}
+LEADS_TO_TORCH = re.compile(r"moerl\.(orchestration|offline)|MODULES_OF_RUNS")
 IMPORT_ALL = """
 import importlib, sys
 
@@ -133,6 +135,6 @@ def test_commands_set_the_precision_of_products_before_they_import_torch() -> No
     for name, precision in wanted.items():
         lines = [ast.unparse(each) for each in functions[name].body]
         at = lines.index(f"before_cuda({precision})")
-        with_torch = [i for i, line in enumerate(lines) if "moerl.orchestration" in line or "moerl.offline" in line]
+        with_torch = [i for i, line in enumerate(lines) if LEADS_TO_TORCH.search(line)]
         assert with_torch
         assert all(i > at for i in with_torch)
