@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
 _INTERRUPTED = 130  # after Ctrl-C, as shells have it
+MODULES_OF_RUNS = (
+    *("moerl.orchestration.commands", "moerl.ranks.placement", "moerl.rollout.factory"),
+    *("moerl.rollout.tokenizers", "moerl.trainer.new_model"),
+)
+"""Modules that a run begins with, and that load torch, transformers and Megatron."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,8 +169,9 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
         print(f"note: {note}", file=sys.stderr)
     listen_for_servers(config.rollout, host=controller_address(config.launch))
     before_cuda(config.trainer.tf32)
-    # The import takes seconds; a stop signal may end it, too.
-    importlib.import_module("moerl.orchestration.commands")
+    # The imports take seconds; a stop signal may end them, too.
+    for name in MODULES_OF_RUNS:
+        importlib.import_module(name)
     return config, resume, lock
 
 
@@ -255,7 +261,7 @@ def _export(arguments: list[str]) -> int:
 
     run_dir, output = options.run_dir.resolve(), options.output.resolve()
     check_export(run_dir, output)
-    from moerl.orchestration.export import run_export
+    from moerl.offline.export import run_export
 
     return run_export(run_dir, options.step, output)
 
@@ -266,7 +272,7 @@ def _conformance(arguments: list[str]) -> int:
     options = read_options(arguments)
     if options is None:
         return 0
-    from moerl.orchestration.conformance import EngineUnderTest, run_conformance
+    from moerl.offline.conformance import EngineUnderTest, run_conformance
 
     target = EngineUnderTest(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
     return run_conformance(target, options.checks, prints_json=options.as_json)
@@ -354,6 +360,6 @@ def _verify(arguments: list[str]) -> int:
     model = model_directory(options.model, "--model")
     check_verify(dump, model)
     before_cuda("off")
-    from moerl.orchestration.verify import run_verify
+    from moerl.offline.verify import run_verify
 
     return run_verify(dump, model, tolerance=options.tolerance, version=options.version)

@@ -37,8 +37,9 @@ from moerl.diagnostics.colors import BLUE, GREEN, ORANGE
 from moerl.diagnostics.plots import INK, QUIET, new_figure, quiet_frame
 from moerl.models.description import read_model
 from moerl.orchestration.ends import read_ends
-from moerl.orchestration.models import make_engine, read_tokenizer
 from moerl.ranks.libraries import quiet_libraries
+from moerl.rollout.factory import embedded_engine
+from moerl.rollout.tokenizers import read_tokenizer
 from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import ModelOptions
@@ -177,7 +178,7 @@ def _differing(one: Microbatch, other: Microbatch) -> NDArray[np.bool_]:
 
 def floor(model: Path, rollouts: Sequence[Trajectory], seed: int) -> Distance:
     """The engine against itself: the rollouts' requests again, up to the first token that came out differently."""
-    engine = make_engine(
+    engine = embedded_engine(
         replace(read_model(model), spec=rollouts[0].spec), dtype="bfloat16", max_running=SIDE_BY_SIDE, version=0
     )
     ends = read_ends(model, read_tokenizer(model), rollouts[0].spec.vocab_size)

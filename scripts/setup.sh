@@ -93,7 +93,7 @@ install "moerl" --editable .
 # Leaves the bytecode of what a run imports, even if the environment forbids it: without bytecode every
 # process would compile thousands of files again.
 WARM_UP='import hydra, matplotlib.pyplot, mpl_toolkits.mplot3d, numba, pandas, pytest, reasoning_gym, tensorboard
-import moerl.orchestration.commands, moerl.orchestration.verify, moerl.ranks.start, moerl.rollout.beside.served
+import moerl.orchestration.commands, moerl.offline.verify, moerl.ranks.start, moerl.rollout.factory
 from moerl.trainer.bridge import import_bridge
 import_bridge()'
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c "$WARM_UP" >>"$LOG" 2>&1 ||

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from moerl.orchestration.tokenizer import build_tokenizer
+from moerl.rollout.tokenizers import build_tokenizer
 
 CHATML_THINKING = """
 {%- if tools %}

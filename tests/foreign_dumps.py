@@ -23,7 +23,7 @@ import torch
 
 from moerl.contract.fields import KeptSets
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, turns_of
-from moerl.orchestration.torch_dumps import open_any_dumps
+from moerl.offline.torch_dumps import open_any_dumps
 
 type Rollouts = Sequence[DumpedRollout]
 

@@ -16,6 +16,7 @@ from moerl.config.load import load_config
 from moerl.contract import Prompt, RolloutRequest, Trajectory
 from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.orchestration.engines import group_plan
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.scoring import Scoring
@@ -90,7 +91,7 @@ def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector
     sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
     config = load_config([*sizes, *overrides], command="train")
     collector: Any = FakeCollector(answers)
-    groups = GroupSource(config, collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
+    groups = GroupSource(group_plan(config), collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
     groups.restore({}, 0)
     return groups, collector
 

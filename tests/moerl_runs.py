@@ -247,12 +247,13 @@ def _give_capabilities_up() -> None:
 def _import_everything() -> None:
     import importlib
 
+    from moerl.cli import MODULES_OF_RUNS
     from moerl.trainer import bridge, megatron_patches, platform
 
     platform.prepare()
     megatron_patches.apply()
     bridge.import_bridge()
-    for name in ("moerl.cli", "moerl.config.load", "moerl.config.help_text", "moerl.orchestration.commands", "pandas"):
+    for name in ("moerl.config.load", "moerl.config.help_text", "pandas", *MODULES_OF_RUNS):
         importlib.import_module(name)
 
 

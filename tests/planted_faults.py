@@ -24,7 +24,7 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.orchestration.rescoring import HeldModels, TransformersScorer
+from moerl.offline.rescoring import HeldModels, TransformersScorer
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 

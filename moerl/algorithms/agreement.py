@@ -9,14 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STATISTICS = ("rows", "flips", "jaccard", "margin_at_flips", "margin_elsewhere")
-"""Sums over rows, in this order: rows compared; rows whose natural choice is not the recorded one; Jaccard similarity
-of the two sets; margin of the natural choice if it is not the recorded one; the same if it is."""
-
 
 @torch.no_grad()
 def choice_statistics(scores_tE: Tensor, own_tK: Tensor, recorded_tK: Tensor, counted_t: Tensor) -> Tensor:
-    """Returns the sums of `STATISTICS`, float64 [5], of one router call.
+    """Returns the sums of `moerl.contract.trainer.STATISTICS`, float64 [5], of one router call.
 
     The margin is the score of the last natural expert less that of the best one left out: how much rounding it takes
     to flip the choice. It is in the units in which the family's router ranks (logits, or biased sigmoid scores), and

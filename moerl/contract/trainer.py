@@ -36,6 +36,14 @@ WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 """Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it
 was on, 0 if the row was left to the router."""
 
+STATISTICS = ("rows", "flips", "jaccard", "margin_at_flips", "margin_elsewhere")
+"""Statistics of natural routing (`moerl.algorithms.agreement`): sums over rows, in this order: rows compared; rows
+whose natural choice is not the recorded one; Jaccard similarity
+of the two sets; margin of the natural choice if it is not the recorded one; the same if it is."""
+
+PROFILES = "profile"
+"""Folder of traces of single steps in the run directory."""
+
 Stage = Literal["sft", "rl"]
 
 
@@ -78,7 +86,7 @@ class PassReport:
     load_LE: NDArray[np.int64]
     """int64 [L, E], tokens per expert."""
     agreement_LS: NDArray[np.float64]
-    """float64 [L, S], sums of `moerl.algorithms.agreement.STATISTICS`."""
+    """float64 [L, S], sums of `STATISTICS`."""
     live_rows_L: NDArray[np.int64]
     """int64 [L], rows left to the router."""
     update: UpdateReport | None = None

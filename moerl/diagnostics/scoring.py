@@ -1,6 +1,6 @@
 """Scores of dumped rollouts by a model: the questions to a scorer, and its answers.
 
-Torch-free: scorers need torch and are elsewhere (`moerl.orchestration.rescoring`). Shape legend: T = sampled tokens of
+Torch-free: scorers need torch and are elsewhere (`moerl.offline.rescoring`). Shape legend: T = sampled tokens of
 a rollout, F = temperature factors, P = values of top-p, S, L, K as in the data contract.
 """
 

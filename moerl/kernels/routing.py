@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
+from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
+from moerl.contract.trainer import STATISTICS
 from moerl.kernels.mixing import mix, signed
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moerl.algorithms.agreement import STATISTICS
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
+from moerl.contract.trainer import STATISTICS
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 PROGRAMS = 64

@@ -22,6 +22,8 @@ Shape = tuple[int, ...]
 SCALES = "_scale_inv"
 """Behind the name of an FP8 weight: its scales, one per block of 128 x 128."""
 FP8_BLOCK = 128
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Tensor that a checkpoint leaves out if its model ties its embeddings -> tensor that it is a copy of."""
 
 _HEAD = "lm_head.weight"
 _FLOATS = ("F32", "BF16", "F16")
@@ -92,6 +94,19 @@ def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
     layer = re.match(r"^model\.layers\.(\d+)\.", name)
     first = config["num_hidden_layers"]
     return layer is not None and first <= int(layer[1]) < first + int(config.get("num_nextn_predict_layers") or 0)
+
+
+def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of the tensors that an export writes for the model of a directory, by name.
+
+    Args:
+        config: content of its Hugging Face config.
+    """
+    return {
+        name: tensor.shape
+        for name, tensor in stored_tensors(folder).items()
+        if not is_bypassed(name, config) and not name.endswith(SCALES)
+    }
 
 
 def _attention(sizes: ModelDescription) -> Iterator[tuple[str, Shape]]:

@@ -7,18 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from moerl.algorithms.policy import SampledTokens
 from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
 from moerl.batching.rows import Padding
-from moerl.config.schema import RunConfig
 from moerl.contract.batch import BatchTotals, TextSample, TrainSample
 from moerl.contract.batch_wire import share_frames
-from moerl.contract.parallel import RankCoordinates
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.models.description import ModelDescription
 
 
@@ -43,20 +37,27 @@ class Minibatch:
         return self.totals.num_tokens
 
 
-def pack_options(config: RunConfig, model: ModelDescription, *, share_prompts: bool) -> PackOptions:
-    """Returns how sequences share microbatches in this run: the layout's padding, ranks balanced by operations.
+def pack_options(
+    model: ModelDescription,
+    dims: ParallelDims,
+    microbatch_tokens: int,
+    *,
+    share_prompts: bool,
+    scores: tuple[str, ...] = (),
+) -> PackOptions:
+    """Returns how sequences share microbatches in a run: the layout's padding, ranks balanced by operations.
 
     Args:
         share_prompts: value of `Trainer.shares_prompts`.
+        scores: names of the side scores that microbatches have, `Algorithm.needs`.
     """
-    dims = config.parallel.dims
     return PackOptions(
-        config.trainer.microbatch_tokens,
+        microbatch_tokens,
         Padding.of(dims),
         cost=sequence_flops(model),
         count_multiple=dims.microbatch_multiple,
         share_prompts=share_prompts,
-        scores=config.algorithm.needs,
+        scores=scores,
     )
 
 
@@ -79,19 +80,6 @@ def pack_minibatch(
     frames, metrics = share_frames(packed, ranks, totals.numbers())
     flops = _model_flops((len(sample.trajectory) for sample in samples), options)
     return Minibatch(frames, totals, metrics | packing_metrics(packed, options), samples, flops)
-
-
-def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
-    """Returns advantages and rollout log-probs of the sampled tokens, for the facts of an algorithm
-    (`Algorithm.batch_facts`)."""
-
-    def of_all(arrays: Iterable[NDArray[np.float32]]) -> torch.Tensor:
-        chosen = zip(arrays, samples, strict=True)
-        return torch.from_numpy(np.concatenate([each[sample.trajectory.sampled] for each, sample in chosen]))
-
-    return SampledTokens(
-        of_all(sample.advantages for sample in samples), of_all(s.trajectory.rollout_logprobs for s in samples)
-    )
 
 
 def pack_text_minibatch(

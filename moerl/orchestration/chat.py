@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
+from moerl.contract.tokenizer import Tokenizer
 from moerl.errors import ConfigError
 from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SHOWN_CHARACTERS = 600
 """Most characters of the prompt that a run shows at its start."""
@@ -37,7 +35,7 @@ class ChatTemplate:
             or writes a text that depends on the date.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], templates: Templates) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any], templates: Templates) -> None:
         self._tokenizer, self._options, self._templates = tokenizer, dict(options), templates
         if not getattr(tokenizer, "chat_template", None):
             raise _no_template()
@@ -152,7 +150,7 @@ class ChatWriter:
         options: variables of the template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, options
         self._templates, self._thread = Templates(), ThreadPoolExecutor(1, "chat-template")
 
@@ -183,9 +181,7 @@ def _no_template() -> ConfigError:
     )
 
 
-def write_prompts(
-    task: Task, tokenizer: PreTrainedTokenizerBase, section: TaskSection, say: Callable[[str], None]
-) -> None:
+def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: Callable[[str], None]) -> None:
     """Writes the prompts of a task that are messages, leaves out prompts that are too long, and shows the first one.
 
     Raises:
@@ -198,7 +194,7 @@ def write_prompts(
 
 def _write_prompts(
     task: ChatTask,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     section: TaskSection,
     say: Callable[[str], None],
     templates: Templates,

@@ -9,21 +9,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 from moerl.buffer.journal import Journal
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub_model import hub_model
-from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.problems import check_problems
+from moerl.config.load import CONFIG_FILE, dump_config, load_resolved
+from moerl.config.problems import check_problems, wanted_problems
+from moerl.config.resume import change_note, changed_keys
 from moerl.config.schema import RunConfig
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
 from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
+from moerl.contract.tokenizer import Tokenizer, num_ids
 from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
@@ -31,16 +30,13 @@ from moerl.machine.model_files import INITIAL_MODEL
 from moerl.machine.stop_signals import STOPPED, StopRequest
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
-from moerl.orchestration.dump_source import DumpSource
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.engines import MakeProcess, begun_early, engine_memory, open_engine
+from moerl.orchestration.engines import MakeProcess, begun_early, dump_source, group_plan, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.history import take_changes
-from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage, make_room
@@ -49,10 +45,7 @@ from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.scorers import open_scorers
 from moerl.orchestration.scoring import Scoring
 from moerl.orchestration.source import Live
-from moerl.orchestration.task_texts import check_prompts
-from moerl.orchestration.tokenizer import num_ids
-from moerl.ranks.libraries import quiet_libraries
-from moerl.ranks.placement import engine_process, open_trainer, place_rewards, server_launcher
+from moerl.orchestration.task_texts import TextUse, check_prompts
 from moerl.telemetry.sinks import METRICS_FILE
 
 
@@ -86,6 +79,9 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
 
 
 def _train(run: Run, model_path: Path) -> None:
+    from moerl.ranks.placement import engine_process
+    from moerl.rollout.factory import engine_memory
+
     config = run.config
     with ExitStack() as stack:
         process: MakeProcess = partial(engine_process, config)
@@ -97,7 +93,7 @@ def _train(run: Run, model_path: Path) -> None:
         if not config.has_engine:
             _train_from_dumps(run, model_path)
             return
-        scoring = stack.enter_context(closing(open_scorers(config, run.tokenizer)))
+        scoring = stack.enter_context(closing(_open_scorers(config, run.tokenizer)))
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
@@ -113,10 +109,9 @@ def _train(run: Run, model_path: Path) -> None:
             # Building and restoring need more memory than servers leave while they sample.
             make_room(engine)
         run.build("rl", model_path, engine)
-        packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
         journal = Journal(config.run_dir / "journal", run.model.spec)
-        source = GroupSource(config, collector, run.train_prompts(), RL, journal)
-        RLStage(run, source, packing, config.rl.steps, Live(engine, collector)).train()
+        source = GroupSource(group_plan(config), collector, run.train_prompts(), RL, journal)
+        RLStage(run, source, run.packing(start), config.rl.steps, Live(engine, collector)).train()
         engine_bytes = engine_memory(engine)
         if config.rollout.is_colocated:
             make_room(engine)
@@ -128,12 +123,12 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
     """Trains on the rollouts of `rollout.path`, with no engine."""
     config = run.config
     run.reporter.begin_part("a look over the dumps")
-    source = DumpSource(config, run.model, run.quarantine, run.reporter.say)
+    source = dump_source(config, run.model, run.quarantine, run.reporter.say)
     for line in source.describe():
         run.reporter.say(line)
     run.leave_if_told()
     run.build("rl", model_path)
-    packing = pack_options(config, replace(run.model, folder=model_path), share_prompts=run.trainer.shares_prompts)
+    packing = run.packing(replace(run.model, folder=model_path))
     RLStage(run, source, packing, source.num_steps, None).train()
     run.trainer.export(config.run_dir / "final_model", model_path)
     run.reporter.finish(run.summary(steps=source.num_steps))
@@ -141,6 +136,8 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:
     """Opens the engine by `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
+    from moerl.ranks.placement import server_launcher
+
     return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
 
 
@@ -155,6 +152,8 @@ def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
+    from moerl.ranks.placement import engine_process
+
     config, output = run.config, cold_start(run, model_path)
 
     def measure() -> Evaluation:
@@ -188,7 +187,7 @@ def run_rollout(config: RunConfig) -> int:
         trajectories = in_request_order(finished, requests)
         if config.scorers:
             reporter.begin_part("scores")
-            with closing(open_scorers(config, collector.tokenizer)) as scoring:
+            with closing(_open_scorers(config, collector.tokenizer)) as scoring:
                 trajectories = scoring.of(trajectories)
         collector.dump(path, trajectories)
         metrics = step_metrics.rollout_metrics(trajectories) | collector.take_counts()
@@ -223,11 +222,14 @@ def run_eval(config: RunConfig) -> int:
 @contextmanager
 def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None) -> Iterator[tuple[Run, Path]]:
     """Opens the task, the trainer's ranks and the run; yields the run and the model directory that it starts from."""
-    quiet_libraries()
-    torch.set_num_threads(config.num_threads)
+    from moerl.ranks.placement import open_trainer, place_rewards
+    from moerl.rollout.tokenizers import new_tokenizer
+    from moerl.trainer.new_model import build_model
+
+    _prepare_libraries(config)
     if not resume:
         _write_config(config)
-    with closing(config.task.open()) as task, make_reporter(config) as reporter:
+    with closing(config.task.open()) as task, _make_reporter(config) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
         _say_hub_model(config, reporter)
         if config.model.path is not None:
@@ -246,8 +248,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
                 build_model(*to_build, config.seed, model_path)
             if config.model.path is None:
                 _check_texts(config, task, model_path, command, reporter)
-            tokenizer = read_tokenizer(model_path)
-            model = read_model(model_path).with_vocabulary(num_ids(tokenizer))
+            tokenizer, model = _read_model(model_path)
             reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
@@ -255,10 +256,39 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             yield run, model_path
 
 
+def _prepare_libraries(config: RunConfig) -> None:
+    from moerl.ranks.libraries import quiet_libraries, set_threads
+
+    quiet_libraries()
+    set_threads(config.num_threads)
+
+
+def _make_reporter(config: RunConfig) -> Reporter:
+    title = f"{config.recipe}, seed {config.seed}"
+    return make_reporter(config.metrics, config.run_dir, title, config.model_dump(mode="json"))
+
+
+def _read_model(folder: Path) -> tuple[Tokenizer, ModelDescription]:
+    """Reads the tokenizer of a model directory, and the model, which has as many ids as the tokenizer."""
+    from moerl.rollout.tokenizers import read_tokenizer
+
+    tokenizer = read_tokenizer(folder)
+    return tokenizer, read_model(folder).with_vocabulary(num_ids(tokenizer))
+
+
+def _open_scorers(config: RunConfig, tokenizer: Tokenizer) -> Scoring:
+    from moerl.rollout.tokenizers import read_tokenizer
+
+    return open_scorers(config.scorers, config.run_dir / "logs", tokenizer, read_tokenizer)
+
+
 def _check_device(config: RunConfig) -> None:
     """Raises `ConfigError` if the first rank and an embedded engine do not fit on the first GPU of this machine."""
-    if torch.cuda.is_available():
-        check_shared_device(config, describe_model(config), torch.cuda.get_device_properties(0).total_memory)
+    from moerl.rollout.host import gpu_bytes
+
+    device_bytes = gpu_bytes()
+    if device_bytes is not None:
+        check_shared_device(config, describe_model(config), device_bytes)
 
 
 def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
@@ -269,18 +299,25 @@ def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
 
 def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, reporter: Reporter) -> None:
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
-    tokenizer = read_tokenizer(model_path)
-    model = read_model(model_path).with_vocabulary(num_ids(tokenizer))
+    tokenizer, model = _read_model(model_path)
     write_prompts(task, tokenizer, config.task, reporter.say)
     check_problems(config, task, command)
-    check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
+    check_prompts(task, tokenizer, text_use(config, command, model.max_positions))
+
+
+def text_use(config: RunConfig, command: str, max_positions: int) -> TextUse:
+    """Returns the use that a command makes of the texts of its task. max_positions: those of the model."""
+    problems, max_new_tokens = wanted_problems(config, command), config.rollout.max_new_tokens
+    return TextUse(command, config.task.name, problems, config.sft, config.seed, max_new_tokens, max_positions)
 
 
 def _load_latest(run: Run) -> None:
     """Loads the state of the run that goes on, and notes the keys that were changed for it."""
     run.load_latest()
     stage, step = run.position
-    take_changes(run.config, stage, step, run.reporter)
+    changed = changed_keys(load_resolved(run.config.run_dir / CONFIG_FILE), run.config)
+    changes = [(change, change_note(change, run.config)) for change in changed]
+    take_changes(run.config.run_dir, changes, stage, step, run.reporter)
     _write_config(run.config)
     (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
@@ -296,7 +333,7 @@ class _Reading:
     """Parts of a command that only reads a model; `_collector` gets them in place of a `Run`."""
 
     task: Task
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     model: ModelDescription
     quarantine: Quarantine
     reporter: Reporter
@@ -324,17 +361,15 @@ def _collector(
 @contextmanager
 def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
     """Opens the engine of a command that only reads a model, without trainer; yields its collector and reporter."""
-    quiet_libraries()
-    torch.set_num_threads(config.num_threads)
+    _prepare_libraries(config)
     assert config.model.path is not None
     _write_config(config)
-    tokenizer = read_tokenizer(config.model.path)
-    model = read_model(config.model.path).with_vocabulary(num_ids(tokenizer))
+    tokenizer, model = _read_model(config.model.path)
     ends = describe_ends(read_ends(config.model.path, tokenizer, model.spec.vocab_size), tokenizer)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
-        reporter = stack.enter_context(make_reporter(config))
+        reporter = stack.enter_context(_make_reporter(config))
         _say_hub_model(config, reporter)
         _check_texts(config, task, config.model.path, command, reporter)
         _check_device(config)

@@ -30,8 +30,8 @@ from moerl.diagnostics.trainer_side import FACT, sampled_gaps
 from moerl.errors import ConfigError
 from moerl.machine.model_tensors import check_weights
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
-from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
-from moerl.orchestration.torch_dumps import open_any_dumps
+from moerl.offline.torch_dumps import open_any_dumps
+from moerl.orchestration.prompt_edits import prompt_edits
 from moerl.printable import printable
 from moerl.telemetry.progress import ProgressDisplay, make_progress
 
@@ -110,8 +110,9 @@ def _by_model(
     progress: ProgressDisplay,
 ) -> tuple[Report, Diagnosis]:
     # Torch loads only if there is a model: a dump with both policies needs none.
-    from moerl.orchestration.dump_scorers import Models, ScoringOptions
+    from moerl.offline.dump_scorers import Models, ScoringOptions
     from moerl.ranks.libraries import quiet_libraries
+    from moerl.rollout.tokenizers import find_tokenizer
     from moerl.trainer.model import DTYPES
 
     quiet_libraries()
@@ -125,7 +126,7 @@ def _by_model(
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
-    tokenizer = load_tokenizer(checkpoints[0].folder)
+    tokenizer = find_tokenizer(checkpoints[0].folder)
     progress.note(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
     models = Models.planned(
         checkpoints, described, ScoringOptions(options.backend, name), max(map(len, sample)), progress

@@ -7,34 +7,42 @@ controller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moerl.buffer.flow import age_metrics
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import age
-from moerl.config.rollouts import DumpsRolloutConfig
-from moerl.config.schema import RunConfig
 from moerl.contract.ports import RolloutRecord, Taken
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.dumps import own
 from moerl.diagnostics.dumps.records import record_of
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.diagnostics.dumps.survey import (
-    DumpedGroup,
-    batches,
-    check_fits,
-    describe_unusable,
-    rollouts_behind,
-    survey,
-)
+from moerl.diagnostics.dumps.slime import TorchFile
+from moerl.diagnostics.dumps.survey import DumpedGroup, Survey, describe_unusable, rollouts_behind
 from moerl.errors import CheckpointError, ContractError, MoerlError
 from moerl.models.description import ModelDescription
+from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.groups import NOT_KEPT
-from moerl.orchestration.rollouts import sampling_params
-from moerl.orchestration.selection import filtered_for, select
-from moerl.orchestration.torch_dumps import load_torch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableDump:
+    """A dump that fits model and settings."""
+
+    path: Path
+    """Dump, as `rollout.path` names it."""
+    survey: Survey
+    """Contents of it that can be used."""
+    steps: Sequence[Sequence[DumpedGroup]]
+    """Groups of each step."""
+    scores: tuple[str, ...]
+    """Names of the side scores that trajectories get, `Algorithm.needs`."""
+    load: TorchFile
+    """Reader of files of torch.save."""
 
 
 class DumpSource:
@@ -43,29 +51,27 @@ class DumpSource:
     A group that is filtered, or of which no rollout is admitted, is not replaced: its batch is smaller.
 
     Args:
+        plan: steps, and what of a group is trained.
         model: model that is trained.
         quarantine: checks every rollout; keeps those that break the contract.
         say: called with lines for people.
 
     Attributes:
         metrics: metrics of the latest batch.
-
-    Raises:
-        ConfigError: the dump cannot be read, or does not fit model and settings.
     """
 
     overlaps = False
 
     def __init__(
-        self, config: RunConfig, model: ModelDescription, quarantine: Quarantine, say: Callable[[str], None]
+        self,
+        dump: TrainableDump,
+        plan: GroupPlan,
+        model: ModelDescription,
+        quarantine: Quarantine,
+        say: Callable[[str], None],
     ) -> None:
-        assert isinstance(config.rollout, DumpsRolloutConfig)
-        self._config, self._model, self._quarantine, self._say = config, model, quarantine, say
-        self._path, self._sampling = config.rollout.path, sampling_params(config.rollout, seed=0)
-        self.limits, self.metrics = config.queue_limits(), dict[str, float]()
-        self._survey = survey(self._path, model, load_torch, say)
-        check_fits(self._survey, config, model)
-        self._batches = batches(self._survey, config)
+        self._dump, self._plan, self._model, self._quarantine, self._say = dump, plan, model, quarantine, say
+        self.limits, self.metrics = plan.limits, dict[str, float]()
         self._done, self.ledger, self._lengths = 0, Ledger(), Lengths()
         self._rollouts: Iterator[DumpedRollout] = iter(())
         self._batch: list[tuple[int, int, int]] = []
@@ -73,22 +79,23 @@ class DumpSource:
     @property
     def num_steps(self) -> int:
         """Steps that the run makes: `rl.steps`, or as many as the dump has groups for."""
-        return min(self._config.rl.steps, len(self._batches))
+        return min(self._plan.loop.steps, len(self._dump.steps))
 
     def describe(self) -> list[str]:
         """Returns notes for the user on the dump, a line each."""
-        found, wanted = self._survey, self._config.rl.steps
+        found, wanted = self._dump.survey, self._plan.loop.steps
         lines = [
-            f"rollouts: {self._path} ({found.format}): {found.num_rollouts} rollouts in {len(found.groups)} groups,"
-            f" enough for {len(self._batches)} steps; no engine is started, nothing is evaluated"
+            f"rollouts: {self._dump.path} ({found.format}): {found.num_rollouts} rollouts in"
+            f" {len(found.groups)} groups,"
+            f" enough for {len(self._dump.steps)} steps; no engine is started, nothing is evaluated"
         ]
         if self.num_steps < wanted:
             lines.append(f"the dumps end after step {self.num_steps}, and so does the run; rl.steps = {wanted}")
-        if left := len(found.groups) - sum(map(len, self._batches)):
+        if left := len(found.groups) - sum(map(len, self._dump.steps)):
             lines.append(f"note: the last {left} groups of the dump make no whole step, and are left out")
         if found.format != own.FORMAT:
             unsaid = ("top_k", "min_p") if found.says_sampling else ("temperature", "top_p", "top_k", "min_p")
-            taken = ", ".join(f"rollout.{name} = {getattr(self._sampling, name)}" for name in unsaid)
+            taken = ", ".join(f"rollout.{name} = {getattr(self._plan.sampling, name)}" for name in unsaid)
             lines.append(f"note: the dump does not say how rollouts were sampled, so these settings hold: {taken}")
         if unusable := describe_unusable(found.unusable):
             lines.append(f"WARNING: rows of the dump that cannot be used: {unusable}")
@@ -103,7 +110,7 @@ class DumpSource:
             MoerlError: no rollout is left, or a token is older than the limits allow.
             ContractError: a file is damaged, or too many rollouts were refused.
         """
-        groups, first = self._batches[self._done], sum(map(len, self._batches[: self._done]))
+        groups, first = self._dump.steps[self._done], sum(map(len, self._dump.steps[: self._done]))
         read = [[next(self._rollouts) for _ in range(group.size)] for group in groups]
         version = self._trained_version([rollout for group in read for rollout in group])
         refused_before, chosen = self._quarantine.num_refused, list[Trajectory]()
@@ -134,8 +141,8 @@ class DumpSource:
         """Returns the policy version that the batch is trained with. For the file of a step of moerl, it is the version
         that the run which wrote it trained; other dumps do not say it: it is then the newest version of the batch, or
         the number of this run's steps if that is larger."""
-        step = self._batches[self._done][0].step
-        if self._survey.format == own.FORMAT and step > 0:
+        step = self._dump.steps[self._done][0].step
+        if self._dump.survey.format == own.FORMAT and step > 0:
             return step - 1
         return max(self._done, *(int(rollout.policy_versions.max()) for rollout in rollouts))
 
@@ -154,7 +161,7 @@ class DumpSource:
 
     def _admit(self, rollout: DumpedRollout, version: int) -> Trajectory | None:
         try:
-            record = record_of(rollout, self._model.spec, self._sampling, self._config.algorithm.needs)
+            record = record_of(rollout, self._model.spec, self._plan.sampling, self._dump.scores)
         except ContractError as error:
             values = {"token_ids": rollout.token_ids, "rewards": dict(rollout.rewards)}
             newest = int(rollout.policy_versions.max())
@@ -166,11 +173,10 @@ class DumpSource:
     def _kept(self, number: int, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Returns the trajectories that `rl.filters` and `rl.keep` leave of a group. A run dumps only those that its
         own filters left."""
-        loop = self._config.rl
-        if trajectories and (reason := filtered_for(trajectories, loop.filters)):
+        if reason := self._plan.reason_against(trajectories):
             self.ledger.filter(number, reason)
             return []
-        return select(trajectories, loop.keep, loop.keep_by, (self._config.seed, number))
+        return self._plan.kept(trajectories, number)
 
     def _check(self, groups: Sequence[DumpedGroup], chosen: Sequence[Trajectory], num_refused: int) -> None:
         """Says how many rollouts were refused. Raises `MoerlError` if none is left to train."""
@@ -206,7 +212,7 @@ class DumpSource:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        last = self._batches[self._done - 1][-1].name if self._done else ""
+        last = self._dump.steps[self._done - 1][-1].name if self._done else ""
         return {
             "ledger": self.ledger.snapshot(),
             "lengths": self._lengths.snapshot(()),
@@ -223,16 +229,16 @@ class DumpSource:
             self.ledger = Ledger.restored(snapshot["ledger"])
         self._lengths, self._done = Lengths.restored(snapshot.get("lengths", {})), step
         wanted = snapshot["dumps"]["last_group"] if snapshot else ""
-        here = self._batches[step - 1][-1].name if 0 < step <= len(self._batches) else ""
+        here = self._dump.steps[step - 1][-1].name if 0 < step <= len(self._dump.steps) else ""
         if here != wanted:
             raise CheckpointError(
                 "rollout.path: the dump has changed since the checkpoint",
-                seen=f"group {here!r} at the end of step {step}" if here else f"{len(self._batches)} steps",
+                seen=f"group {here!r} at the end of step {step}" if here else f"{len(self._dump.steps)} steps",
                 expected=f"group {wanted!r}, which was trained last",
                 remedy="restore the dump, or start a new run",
             )
-        num_read = sum(group.size for groups in self._batches[:step] for group in groups)
-        self._rollouts = rollouts_behind(self._path, self._survey, self._model, num_read, load_torch)
+        num_read = sum(group.size for groups in self._dump.steps[:step] for group in groups)
+        self._rollouts = rollouts_behind(self._dump.path, self._dump.survey, self._model, num_read, self._dump.load)
 
     # --- parts of the port that belong to an engine ------------------------------------------------------------------
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moerl.contract.tokenizer import Tokenizer
 from moerl.errors import ConfigError
 from moerl.orchestration.templates import FailedTemplateError, request_of, write_once
 from moerl.reading import read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "moerl-answer"
 
 
-def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
+def read_ends(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a response, each once: the tokenizer's, then those of `eos_token_id` (a
     number or a list) in `generation_config.json`, in which chat models name the end of a turn, and in `config.json`;
     then the special token that the chat template writes after an answer.
@@ -50,16 +48,17 @@ def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     return tuple(ends)
 
 
-def describe_ends(ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_ends(ends: tuple[int, ...], tokenizer: Tokenizer) -> str:
     """Returns one line for the user."""
     names = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends]
     return "a response ends with " + " or ".join(names)
 
 
-def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Any]]:
+def _named(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
     """Yields every end with the file that names it."""
-    if tokenizer.eos_token_id is not None:
-        yield "tokenizer_config.json", tokenizer.eos_token_id
+    end = getattr(tokenizer, "eos_token_id", None)  # transformers computes it as it is asked for
+    if end is not None:
+        yield "tokenizer_config.json", end
     for name in _FILES:
         ends = _read(folder / name).get("eos_token_id")
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
@@ -69,7 +68,7 @@ def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[s
         yield "chat_template", turn_end
 
 
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _turn_end(tokenizer: Tokenizer) -> int | None:
     """Returns the special token that the chat template writes after an answer; None if it writes none, or fails on a
     question with an answer."""
     if not getattr(tokenizer, "chat_template", None):

@@ -1,46 +1,36 @@
-"""The rollout engine that a configuration asks for. Runs in the controller; callers see the engine's port only."""
+"""The rollout engine that a configuration asks for, or the dumps in place of one. Runs in the controller; callers see
+the engine's port only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from moerl.config.placement import controller_address
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
-from moerl.contract.weight_update import UpdateKind, WeightUpdate
-from moerl.errors import EngineError, ending, undoing
-from moerl.machine.model_files import stored_tensors
-from moerl.machine.model_tensors import check_weights
+from moerl.contract.quarantine import Quarantine
+from moerl.diagnostics.dumps.survey import batches, check_fits, survey
+from moerl.errors import EngineError, ending
+from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import ModelDescription
-from moerl.orchestration.models import make_engine
-from moerl.rollout.beside.engine import BesideEngine
+from moerl.orchestration.dump_source import DumpSource, TrainableDump
+from moerl.orchestration.group_plan import GroupPlan
+from moerl.orchestration.rollouts import sampling_params
 from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
 from moerl.rollout.beside.messages import StartEngine
-from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
-from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.backend import ServerLauncher
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
-from moerl.rollout.sglang.backend import sglang_engine
 from moerl.rollout.sglang.install import device_of
 from moerl.rollout.sglang.launchers import NamedServer, OwnServer
 from moerl.rollout.sglang.server import ServerOptions
-from moerl.trainer.hf_directory import checkpoint_shapes
 
 SERVER_FOLDER = "sglang"
 """Folder in the run directory: it has a folder for each of the run's own servers, with its log and options."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Tensor that a checkpoint leaves out if its model ties its embeddings -> tensor that it is a copy of."""
 
 
 OwnLauncher = Callable[[ServerOptions, Path, float], ServerLauncher]
@@ -92,10 +82,7 @@ def open_engine(
     assert not isinstance(rollout, DumpsRolloutConfig), "a run from dumps opens no engine"
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
-        engine = _embedded(config, rollout, model, version, process)
-        if engine.is_on_device:
-            say(engine.description)
-        return engine
+        return _embedded(config, rollout, model, version, say, process)
     options = EngineOptions(
         engine_id="sglang",
         dtype=rollout.dtype,
@@ -114,66 +101,48 @@ def open_engine(
     )
     launchers = _launchers(config, model, version, launcher)
     say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
-    facts, is_ours = ModelFacts(model.spec, model.moe_layers), isinstance(rollout, SGLangRolloutConfig)
-    engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
-    if not is_ours and version >= 0:
-        _send_folder(engine, model.folder, version, options)
-    return engine
+    from moerl.rollout.factory import served_engine
+
+    return served_engine(launchers, model, options, version, is_ours=isinstance(rollout, SGLangRolloutConfig))
 
 
 def _embedded(
-    config: RunConfig, rollout: EmbeddedRolloutConfig, model: ModelDescription, version: int, process: MakeProcess
-) -> EmbeddedEngine | BesideEngine:
+    config: RunConfig,
+    rollout: EmbeddedRolloutConfig,
+    model: ModelDescription,
+    version: int,
+    say: Callable[[str], None],
+    process: MakeProcess,
+) -> PolicyEngine:
+    from moerl.rollout.factory import embedded_engine, engine_beside
+
     if rollout.placement == "inside":
-        return make_engine(
+        engine = embedded_engine(
             model,
             dtype=rollout.dtype,
             max_running=rollout.max_running,
             version=version,
             record_steps=rollout.record_steps,
         )
-    start = StartEngine(
-        folder=str(model.folder),
-        dtype=rollout.dtype,
-        spec=model.spec,
-        max_running=rollout.max_running,
-        num_threads=engine_threads(config),
-        version=version,
-        record_steps=rollout.record_steps,
-    )
-    return BesideEngine(start, process(_log(config)))
-
-
-def engine_memory(engine: PolicyEngine) -> int:
-    """Returns the peak resident memory of an embedded engine's own process, in bytes; 0 for other engines, which run in
-    the controller or are servers."""
-    return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
-
-
-def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
-    """Sends the weights of a folder to servers that others started: their version label alone does not prove that they
-    have these weights."""
-    with undoing(engine.close):  # leaves the servers
-        engine.begin_update(WeightUpdate(version, UpdateKind.FULL, options.shapes))
-        for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
-            tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
-            _refuse_quantized(file, tensors)
-            engine.receive(tensors.items())
-        engine.end_update()
-
-
-def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    quantized = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
-    if quantized is not None:
-        raise EngineError(
-            f"{file}: {quantized!r} cannot be sent to a server",
-            seen=tensors[quantized].dtype,
-            expected="float32, bfloat16 or float16",
-            remedy="let the run start its own server: rollout=sglang",
+    else:
+        start = StartEngine(
+            folder=str(model.folder),
+            dtype=rollout.dtype,
+            spec=model.spec,
+            max_running=rollout.max_running,
+            num_threads=engine_threads(config),
+            version=version,
+            record_steps=rollout.record_steps,
         )
+        engine = engine_beside(start, process(_log(config)))
+    if engine.is_on_device:
+        say(engine.description)
+    return engine
 
 
 def _launchers(config: RunConfig, model: ModelDescription, version: int, launcher: OwnLauncher) -> list[ServerLauncher]:
+    from moerl.rollout.host import num_gpus
+
     rollout, folder = config.rollout, config.run_dir / SERVER_FOLDER
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
@@ -197,7 +166,7 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
         host=controller_address(config.launch),
     )
     # On a cluster Ray gives each server its GPUs.
-    gpus = torch.cuda.device_count() if options.device == "cuda" and config.launch.on == "local" else None
+    gpus = num_gpus() if options.device == "cuda" and config.launch.on == "local" else None
     return [
         launcher(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
         for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus, shared=rollout.is_colocated))
@@ -226,3 +195,27 @@ def first_devices(servers: int, tensor: int, gpus: int | None, *, shared: bool =
         )
     first = 0 if shared else free
     return [first + number * tensor for number in range(servers)]
+
+
+def group_plan(config: RunConfig) -> GroupPlan:
+    """Returns the plan of the groups of a run."""
+    sampling = sampling_params(config.rollout, config.seed if config.has_engine else 0)
+    return GroupPlan(config.rl, config.queue_limits(), sampling, config.seed, config.weights.step_seconds)
+
+
+def dump_source(
+    config: RunConfig, model: ModelDescription, quarantine: Quarantine, say: Callable[[str], None]
+) -> DumpSource:
+    """Looks over the dumps of `rollout.path`, and returns the source that reads them.
+
+    Raises:
+        ConfigError: the dump cannot be read, or does not fit model and settings.
+    """
+    from moerl.offline.torch_dumps import load_torch
+
+    assert isinstance(config.rollout, DumpsRolloutConfig)
+    path = config.rollout.path
+    found = survey(path, model, load_torch, say)
+    check_fits(found, config, model)
+    dump = TrainableDump(path, found, batches(found, config), config.algorithm.needs, load_torch)
+    return DumpSource(dump, group_plan(config), model, quarantine, say)

@@ -18,14 +18,14 @@ from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.buffer.turns import KeptTurn, KeptTurns
-from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
+from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.prompt_choice import PromptChoice
-from moerl.orchestration.rollouts import Collector, group_requests, unwatched
-from moerl.orchestration.selection import check_fills_up, filtered_for, num_episodes, select
+from moerl.orchestration.rollouts import Collector, unwatched
+from moerl.orchestration.selection import check_fills_up, num_episodes
 
 NOT_KEPT = "not_kept"
 """Reason in the ledger of rollouts that `rl.keep` leaves out of a group."""
@@ -44,6 +44,7 @@ class GroupSource:
     """Source of groups that asks an engine for them, and hands out batches of them.
 
     Args:
+        plan: sampling of groups, and what of them is trained.
         prompts: prompts of the training split; their order follows from the seed alone.
         stage: first part of every rollout id.
         journal: keeps finished groups until a checkpoint records what became of them.
@@ -54,11 +55,11 @@ class GroupSource:
     """
 
     def __init__(
-        self, config: RunConfig, collector: Collector, prompts: Sequence[Prompt], stage: str, journal: Journal
+        self, plan: GroupPlan, collector: Collector, prompts: Sequence[Prompt], stage: str, journal: Journal
     ) -> None:
-        self._config, self._collector, self._prompts, self._stage = config, collector, prompts, stage
+        self._plan, self._collector, self._prompts, self._stage = plan, collector, prompts, stage
         self._journal = journal
-        self.limits = config.queue_limits()
+        self.limits = plan.limits
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished, self._batch = dict[int, _Waiting](), dict[int, _Waiting]()
@@ -73,7 +74,7 @@ class GroupSource:
         self._lengths, self._flow = Lengths(), Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
-        self._curriculum = PromptChoice.of(config, prompts)
+        self._curriculum = PromptChoice.of(plan.loop, plan.seed, prompts)
 
     @property
     def overlaps(self) -> bool:
@@ -165,9 +166,9 @@ class GroupSource:
     def _wait(self) -> None:
         """Waits for the next change by a thread. Raises `WeightSyncError` if nothing changes for `weights.step_seconds`
         while an engine has to take weights."""
-        seconds = self._config.weights.step_seconds if self._awaits_engines else None
+        seconds = self._plan.update_seconds if self._awaits_engines else None
         if not self._state.wait(seconds):
-            raise not_taken(self._config.weights.step_seconds)
+            raise not_taken(self._plan.update_seconds)
 
     def _taken(self, problem: Exception | None) -> None:
         try:
@@ -202,7 +203,7 @@ class GroupSource:
         numbers = [*again]
         while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
-            self.ledger.issue(number, self._config.rl.group_size)
+            self.ledger.issue(number, self._plan.loop.group_size)
             if self._curriculum:
                 # Here, in order and under the lock; threads that collect read it.
                 self._curriculum.prompt(number)
@@ -232,7 +233,7 @@ class GroupSource:
     @property
     def _num_left(self) -> int:
         """Number of groups that the run will still train, those in training included."""
-        return (self._config.rl.steps - self.version) * self.limits.groups_per_step
+        return (self._plan.loop.steps - self.version) * self.limits.groups_per_step
 
     def _collect_beside(self, numbers: Sequence[int]) -> None:
         try:
@@ -250,7 +251,7 @@ class GroupSource:
         """Collects groups; each can be trained as soon as all of its rollouts are there."""
         collector, version = self._collector, self.version
         watch = unwatched if self.overlaps else collector.watch
-        requests = {number: self._requests(number) for number in numbers}
+        requests = {n: self._plan.requests(collector, self._prompt(n), self._stage, n) for n in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
         found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
         num_tokens, num_refused, first = 0, 0, ""
@@ -300,7 +301,7 @@ class GroupSource:
         self._lengths.offer(group.number, (trajectory.num_sampled for trajectory in group.trajectories))
         if self._curriculum:
             self._curriculum.learn(group.trajectories)
-        reason = filtered_for(group.trajectories, self._config.rl.filters) if group.trajectories else ""
+        reason = self._plan.reason_against(group.trajectories)
         if group.trajectories and not reason:
             self._finished[group.number] = _Waiting(group, self._kept(group))
             self._queue.finish(group.number)
@@ -310,8 +311,7 @@ class GroupSource:
         self._state.notify_all()
 
     def _kept(self, group: FinishedGroup) -> list[Trajectory]:
-        loop = self._config.rl
-        kept = select(group.trajectories, loop.keep, loop.keep_by, (self._config.seed, group.number))
+        kept = self._plan.kept(group.trajectories, group.number)
         self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
         return kept
 
@@ -330,14 +330,12 @@ class GroupSource:
         for why in group.filtered.values():
             self.ledger.leave_out(group.number, 1, why)
 
-    def _requests(self, number: int) -> list[RolloutRequest]:
-        return group_requests(self._collector, self._config, self._prompt(number), self._stage, number)
-
     def _prompt(self, number: int) -> Prompt:
         if self._curriculum:
             return self._curriculum.prompt(number)
-        step, place = divmod(number, self._config.rl.prompts_per_step)
-        chosen = batch_indices(len(self._prompts), self._config.rl.prompts_per_step, step, self._config.seed)
+        per_step = self._plan.loop.prompts_per_step
+        step, place = divmod(number, per_step)
+        chosen = batch_indices(len(self._prompts), per_step, step, self._plan.seed)
         return self._prompts[chosen[place]]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -369,7 +367,7 @@ class GroupSource:
             if self._curriculum and "prompts" in snapshot:
                 self._curriculum.restore(snapshot["prompts"])
         else:
-            number = step * self._config.rl.prompts_per_step
+            number = step * self._plan.loop.prompts_per_step
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
         self._lengths = Lengths.restored(snapshot.get("lengths", {}))
         self._finished, self._batch, self._held = {}, {}, []

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.config.load import CONFIG_FILE, load_resolved
-from moerl.config.resume import Change, change_note, changed_keys
-from moerl.config.schema import RunConfig
+from moerl.config.resume import Change
 from moerl.contract.files import atomic_file
 from moerl.errors import CheckpointError, ConfigError
 from moerl.orchestration.reporting import Reporter
@@ -50,26 +48,28 @@ class HistoryRow:
         return f"{text}; {self.note}" if self.note else text
 
 
-def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -> None:
+def take_changes(
+    run_dir: Path, changes: Sequence[tuple[Change, str]], stage: str, step: int, reporter: Reporter
+) -> None:
     """Stores and shows the keys that have other values than before in a run that goes on from `step` of `stage`.
 
-    The stored configuration is still the one before; the caller replaces it.
+    Args:
+        changes: keys, each with what else its change brings, for people.
 
     Raises:
         ConfigError: the configuration gives a stage no more steps than the stage has made already.
     """
-    changes = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config)
-    for change in changes:
+    for change, _ in changes:
         _check_steps(change, stage, step)
-    before = read_history(config.run_dir)
+    before = read_history(run_dir)
     for row in before:
         reporter.say(f"changed earlier, {row.time}: {row}")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, change_note(each, config)) for each in changes]
+    rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, note) for each, note in changes]
     for row in rows:
         reporter.say(f"changed: {row}")
     if rows:
-        _write(config.run_dir / HISTORY_FILE, [*before, *rows])
+        _write(run_dir / HISTORY_FILE, [*before, *rows])
 
 
 def read_history(run_dir: Path) -> list[HistoryRow]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moerl.batching.curriculum import Curriculum, CurriculumRule
-from moerl.config.schema import RunConfig
+from moerl.config.schema import RLConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import Trajectory
 from moerl.orchestration.selection import accuracy_of
@@ -22,13 +22,12 @@ class PromptChoice:
         self._chosen: dict[int, int] = {}
 
     @classmethod
-    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> PromptChoice | None:
+    def of(cls, loop: RLConfig, seed: int, prompts: Sequence[Prompt]) -> PromptChoice | None:
         """Makes the choice of a run; None if every prompt comes once in an epoch."""
-        loop = config.rl
         choice = CurriculumRule(loop.skip_above, loop.skip_below, loop.weigh_prompts == "variance")
         if choice.is_even:
             return None
-        return cls(Curriculum(choice, len(prompts), loop.prompts_per_step, config.seed), prompts)
+        return cls(Curriculum(choice, len(prompts), loop.prompts_per_step, seed), prompts)
 
     def prompt(self, number: int) -> Prompt:
         """Returns the prompt of a group; chooses it at the first call for this group."""

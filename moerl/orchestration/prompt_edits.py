@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,12 +106,3 @@ def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> Dumped
         changes["expert_ids"] = np.delete(rollout.expert_ids, gone, axis=0)
         changes["routed"] = None if rollout.routed is None else np.delete(rollout.routed, gone)
     return replace(rollout, **changes)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a Hugging Face directory; returns None if it has none."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

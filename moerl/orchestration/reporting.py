@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from moerl.config.schema import RunConfig
+from moerl.config.schema import MetricsConfig
 from moerl.contract.files import writing
 from moerl.diagnostics.alerts import HISTORY, Alert, Announcer, active_alerts
 from moerl.diagnostics.plots import draw_curves
@@ -274,11 +274,12 @@ def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlS
         ) from error
 
 
-def make_reporter(config: RunConfig) -> Reporter:
-    """Makes the reporter of a run, and starts its trackers."""
-    return RunReporter(
-        config.run_dir,
-        f"{config.recipe}, seed {config.seed}",
-        tensorboard="tensorboard" in config.metrics.sinks,
-        trackers=start_trackers(config),
-    )
+def make_reporter(metrics: MetricsConfig, run_dir: Path, title: str, settings: Mapping[str, Any]) -> Reporter:
+    """Makes the reporter of a run, and starts its trackers.
+
+    Args:
+        title: title of plots.
+        settings: configuration of the run, as trackers show it, as plain data.
+    """
+    trackers = start_trackers(metrics, run_dir, settings)
+    return RunReporter(run_dir, title, tensorboard="tensorboard" in metrics.sinks, trackers=trackers)

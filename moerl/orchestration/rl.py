@@ -24,27 +24,25 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from moerl.algorithms.policy import Algorithm
+from moerl.algorithms.arrays import advantages_less_kl, batch_facts, with_advantages
+from moerl.algorithms.section import AlgorithmSection
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
-from moerl.contract.trainer import PassReport
+from moerl.contract.trainer import PROFILES, PassReport
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
-from moerl.orchestration.advantages import rewarded, with_advantages
 from moerl.orchestration.ahead import Ahead
-from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
+from moerl.orchestration.batches import Minibatch, pack_minibatch
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.replay_report import explained
 from moerl.orchestration.run import Run
 from moerl.orchestration.source import Live, Source
 from moerl.orchestration.turn_metrics import turn_metrics
 from moerl.telemetry.metrics import table_metrics
-from moerl.trainer import profiling
 
 STAGE = "rl"
 
@@ -122,7 +120,7 @@ class RLStage:
         self.trainer.profile(step)
         yield
         self.trainer.profile(0)
-        self.run.reporter.say(f"trace of step {step}: {self.config.run_dir / profiling.FOLDER}")
+        self.run.reporter.say(f"trace of step {step}: {self.config.run_dir / PROFILES}")
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +153,7 @@ class RLStage:
                 self.trainer.coordinates,
                 self.packing,
                 self.config.keep_routing.uncaptured,
-                self.algorithm.batch_facts(sampled_tokens(part)),
+                batch_facts(part, self.algorithm),
             )
             for part in _split_groups(with_advantages(trajectories, self.algorithm), self.config.rl.minibatches)
         ]
@@ -355,7 +353,7 @@ def make_room(engine: PolicyEngine) -> None:
 
 
 def penalised_advantages(
-    minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: Algorithm
+    minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: AlgorithmSection
 ) -> list[NDArray[np.float32]]:
     """Computes advantages from rewards less the KL to the reference; per minibatch float32 [B].
 
@@ -366,8 +364,7 @@ def penalised_advantages(
         table = step_metrics.RowTable.of(report.rows_RC)
         kl.append(np.bincount(table.sample.astype(np.int64), table.kl.astype(np.float64), len(minibatch.samples)))
     trajectories = [sample.trajectory for minibatch in minibatches for sample in minibatch.samples]
-    batch = replace(rewarded(trajectories), kl_B=torch.from_numpy(np.concatenate(kl)).float())
-    advantages_B = algorithm.compute_advantages(batch).numpy()
+    advantages_B = advantages_less_kl(trajectories, np.concatenate(kl), algorithm)
     return np.split(advantages_B, np.cumsum([len(minibatch.samples) for minibatch in minibatches])[:-1])
 
 

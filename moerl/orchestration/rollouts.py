@@ -10,12 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from moerl.buffer.turns import TurnMemory
 from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
-from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.files import writing
@@ -25,6 +22,7 @@ from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.spans import ReadableSpan, is_of_episode, spans_of
+from moerl.contract.tokenizer import Tokenizer, encode_checked
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.episodes.play import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
@@ -32,7 +30,6 @@ from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.played import EpisodeGate
 from moerl.orchestration.scoring import Scoring
-from moerl.orchestration.tokenizer import encode_checked
 from moerl.telemetry.metrics import failed_reward_metric
 
 
@@ -69,7 +66,7 @@ class Collector:
     """Engine that answers requests."""
     task: Task
     """Task of the prompts; it rewards responses."""
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     """Tokenizer of the model; one thread at a time uses it."""
     quarantine: Quarantine
     """Check of answers by the contract; keeps those that are refused."""
@@ -317,19 +314,6 @@ class Collector:
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:
     """Returns the sampling distribution of training rollouts."""
     return SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p, seed)
-
-
-def group_requests(
-    collector: Collector, config: RunConfig, prompt: Prompt, stage: str, number: int
-) -> list[RolloutRequest]:
-    """Returns the requests of a group by its number, in the order of dispatch. stage: first part of rollout ids."""
-    return collector.requests(
-        [prompt],
-        run=f"{stage}-{number // config.rl.prompts_per_step:06d}",
-        count=config.rl.group_size,
-        sampling=sampling_params(config.rollout, config.seed),
-        prefixes={},
-    )
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from moerl.batching.packing import PackOptions
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
@@ -21,13 +20,14 @@ from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
+from moerl.contract.tokenizer import Tokenizer
 from moerl.contract.trainer import Stage, Trainer, UpdateReport
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.machine.stop_signals import StopRequest
 from moerl.models.description import ModelDescription
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import Minibatch
+from moerl.orchestration.batches import Minibatch, pack_options
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
@@ -58,7 +58,7 @@ class Run:
         config: RunConfig,
         trainer: Trainer,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         model: ModelDescription,
         reporter: Reporter,
     ) -> None:
@@ -108,6 +108,17 @@ class Run:
             if note not in self._said:
                 self.reporter.say(note)
         self._said.update(self.trainer.notes)
+
+    def packing(self, model: ModelDescription) -> PackOptions:
+        """Returns how sequences share microbatches of a model of this run."""
+        config, shares_prompts = self.config, self.trainer.shares_prompts
+        return pack_options(
+            model,
+            config.parallel.dims,
+            config.trainer.microbatch_tokens,
+            share_prompts=shares_prompts,
+            scores=config.algorithm.needs,
+        )
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,15 @@ from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TextSample
 from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask
+from moerl.contract.tokenizer import encode_checked
 from moerl.episodes.expert import play_expert
 from moerl.episodes.play import Texts
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import pack_options, pack_text_minibatch
+from moerl.orchestration.batches import pack_text_minibatch
 from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.run import Run
-from moerl.orchestration.tokenizer import encode_checked
 
 STAGE = "sft"
 
@@ -72,7 +72,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
     config = run.config
     samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.model.spec.vocab_size)[0])
     run.build(STAGE, model_path)
-    packing = pack_options(config, run.model, share_prompts=run.trainer.shares_prompts)
+    packing = run.packing(run.model)
     first_step = run.restore(STAGE)
     run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
     for step in range(first_step, config.sft.steps):

@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from moerl.algorithms.agreement import STATISTICS, summarize
-from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
+from moerl.algorithms.arrays import agreement, mismatch, ratio_quantiles
 from moerl.contract.ports import SamplingCosts
-from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
+from moerl.contract.trainer import STATISTICS, DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
 from moerl.orchestration.episode_metrics import episode_metrics
 from moerl.telemetry.devices import peak_flops
@@ -65,9 +62,9 @@ class StepTotals:
         self.losses: list[float] = []
         self.verified = 0
         self.unproved = 0
-        self.load_LE = torch.zeros(layers, spec.num_experts, dtype=torch.int64)
-        self.agreement_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
-        self.live_rows_L = torch.zeros(layers, dtype=torch.int64)
+        self.load_LE = np.zeros((layers, spec.num_experts), np.int64)
+        self.agreement_LS = np.zeros((layers, len(STATISTICS)), np.float64)
+        self.live_rows_L = np.zeros(layers, np.int64)
 
     def add(self, report: PassReport) -> None:
         """Adds one update."""
@@ -77,9 +74,9 @@ class StepTotals:
         if report.loss_sum is not None:
             self.losses.append(report.loss_sum)
         self.verified += report.rows_verified
-        self.load_LE += torch.from_numpy(report.load_LE)
-        self.agreement_LS += torch.from_numpy(report.agreement_LS)
-        self.live_rows_L += torch.from_numpy(report.live_rows_L)
+        self.load_LE += report.load_LE
+        self.agreement_LS += report.agreement_LS
+        self.live_rows_L += report.live_rows_L
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
@@ -89,9 +86,7 @@ def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
     Args:
         full: True compares the full-vocabulary log-probs, as a trainer without sampling masks would.
     """
-    trainer = torch.from_numpy(table.full if full else table.trainer)
-    rollout = torch.from_numpy(table.rollout)
-    sums = mismatch_sums(trainer, rollout, torch.ones(len(trainer), dtype=torch.bool)).finalize()
+    sums = mismatch(table.full if full else table.trainer, table.rollout)
     return {
         "mismatch/logprob_abs_mean": sums["mismatch_abs_mean"],
         "mismatch/logprob_abs_max": sums["mismatch_abs_max"],
@@ -106,9 +101,7 @@ def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
 
 def policy_metrics(table: RowTable) -> dict[str, float]:
     """Returns entropy, clipping, corrections, KL, and the quantiles of the ratio trainer over rollout."""
-    mask = torch.ones(len(table.trainer), dtype=torch.bool)
-    ratios = ratio_sample(torch.from_numpy(table.trainer), torch.from_numpy(table.rollout), mask, MAX_RATIO_SAMPLES)
-    quantiles = ratio_quantiles(ratios)
+    quantiles = ratio_quantiles(table.trainer, table.rollout, MAX_RATIO_SAMPLES)
     return {
         "policy/entropy": float(table.entropy.mean()),
         "policy/clip_fraction": float(table.clipped.mean()),
@@ -181,13 +174,12 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:
+def load_metrics(expert_load_LE: NDArray[np.int64]) -> dict[str, float]:
     """Returns the balance of the experts in the worst layer: most and least loaded expert, divided by the mean."""
-    load_LE = expert_load_LE.double()
-    mean_L = load_LE.mean(1)
+    mean_L = expert_load_LE.mean(1)
     return {
-        "experts/load_max_over_mean": float((load_LE.max(1).values / mean_L).max()),
-        "experts/load_min_over_mean": float((load_LE.min(1).values / mean_L).min()),
+        "experts/load_max_over_mean": float((expert_load_LE.max(1) / mean_L).max()),
+        "experts/load_min_over_mean": float((expert_load_LE.min(1) / mean_L).min()),
     }
 
 
@@ -246,21 +238,21 @@ def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
 
-def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]:
+def agreement_metrics(agreement_LS: NDArray[np.float64], live_rows_L: NDArray[np.int64]) -> dict[str, float]:
     """Compares the trainer's own choice of experts with the recorded one, over all layers and ranks.
 
     Args:
         agreement_LS: sums over all ranks, as in `moerl.algorithms.agreement`.
         live_rows_L: rows left to the router.
     """
-    over_layers = summarize(agreement_LS.sum(0, keepdim=True))
+    over_layers = agreement(agreement_LS, over_layers=True)
     metrics = {f"routing/{name}": values[0] for name, values in over_layers.items()}
     return {**metrics, "routing/live_rows": float(live_rows_L.sum())}
 
 
-def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
+def per_layer(agreement_LS: NDArray[np.float64], live_rows_L: NDArray[np.int64]) -> dict[str, list[float]]:
     """Compares as `agreement_metrics` does, per MoE layer."""
-    return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}
+    return {**agreement(agreement_LS), "live_rows": live_rows_L.astype(np.float64).tolist()}
 
 
 def sampling_metrics(before: SamplingCosts, after: SamplingCosts) -> dict[str, float]:

@@ -6,49 +6,60 @@ Runs in the controller.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from moerl.config.problems import wanted_problems
-from moerl.config.schema import RunConfig
+from moerl.config.schema import SftConfig
 from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask
+from moerl.contract.tokenizer import Tokenizer, encode_checked
 from moerl.errors import ConfigError
-from moerl.orchestration.tokenizer import encode_checked
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(
-    config: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase, command: str, *, max_positions: int
-) -> None:
-    """Encodes every text that `command` may use, so that none of them stops a run that is under way.
+@dataclass(frozen=True, slots=True)
+class TextUse:
+    """Use that a command makes of the texts of a task."""
 
-    Args:
-        max_positions: longest sequence of the model, in tokens.
+    command: str
+    """Name of the command."""
+    task: str
+    """Name of the task."""
+    problems: Sequence[tuple[str, str, int]]
+    """Key, split and number of the problems that the command asks for (`moerl.config.problems.wanted_problems`)."""
+    sft: SftConfig
+    """Section of the cold start."""
+    seed: int
+    """Seed of the run, by which demonstrations are drawn."""
+    max_new_tokens: int
+    """Longest response, in tokens."""
+    max_positions: int
+    """Longest sequence of the model, in tokens."""
+
+
+def check_prompts(task: Task, tokenizer: Tokenizer, use: TextUse) -> None:
+    """Encodes every text that a command may use, so that none of them stops a run that is under way.
 
     Raises:
         ConfigError: the tokenizer cannot represent a prompt or demonstration, a prompt leaves no room for
             `rollout.max_new_tokens`, or a demonstration is missing or too long. The error names the prompt.
     """
     lengths: dict[str, int] = {}
-    for prompt in _prompts(config, task, command):
+    for prompt in _prompts(use, task):
         lengths[prompt.prompt_id] = length = len(_encoded(task, prompt, prompt.text, tokenizer))
-        _check_length(task, prompt, length, "rollout.max_new_tokens", config.rollout.max_new_tokens, max_positions)
-    if command not in ("train", "sft") or config.sft.steps == 0:
+        _check_length(task, prompt, length, "rollout.max_new_tokens", use.max_new_tokens, use.max_positions)
+    if use.command not in ("train", "sft") or use.sft.steps == 0:
         return
-    for prompt, response in _demonstrations(config, task):
+    for prompt, response in _demonstrations(use, task):
         length = lengths.get(prompt.prompt_id) or len(_encoded(task, prompt, prompt.text, tokenizer))
         num_learned = len(_encoded(task, prompt, response, tokenizer)) + 1
-        _check_length(task, prompt, length, "demonstration and its end", num_learned, max_positions)
+        _check_length(task, prompt, length, "demonstration and its end", num_learned, use.max_positions)
 
 
-def _prompts(config: RunConfig, task: Task, command: str) -> Iterable[Prompt]:
+def _prompts(use: TextUse, task: Task) -> Iterable[Prompt]:
     """Yields the prompts that a command samples responses to; for a training run all training prompts, which it reaches
     given enough steps."""
-    for key, split, count in wanted_problems(config, command):
+    for key, split, count in use.problems:
         if key != "sft.num_examples":
-            whole_split = command == "train" and split == "train"
+            whole_split = use.command == "train" and split == "train"
             yield from _with_work(task, task.prompts(split, task.size(split) if whole_split else count), split)
 
 
@@ -59,7 +70,7 @@ def _with_work(task: Task, prompts: Sequence[Prompt], split: str) -> list[Prompt
     return [Prompt(prompt.prompt_id, prompt.text + task.work_prefix(prompt), prompt.facts) for prompt in prompts]
 
 
-def _encoded(task: Task, prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encoded(task: Task, prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     try:
         return encode_checked(tokenizer, text)
     except ConfigError as error:
@@ -80,7 +91,7 @@ def _check_length(
         )
 
 
-def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
+def _demonstrations(use: TextUse, task: Task) -> list[tuple[Prompt, str]]:
     """Returns the demonstrations of a cold start; none of an expert, whose episodes keep the limits of the prompts.
     Raises `ConfigError` if the task does not have that many."""
     if isinstance(task, ExpertTask):
@@ -88,9 +99,9 @@ def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
     if not isinstance(task, DemonstrationTask):
         raise ConfigError(
             "sft.steps: the task has no demonstrations to learn from",
-            seen=config.task.name,
+            seen=use.task,
             expected="a task that writes worked solutions, or a JSONL with responses (task.response_key)",
             remedy="set sft.steps=0, or give the task demonstrations",
         )
-    prompts = task.prompts("train", config.sft.num_examples)
-    return list(zip(prompts, task.demonstrations(prompts, config.seed), strict=True))
+    prompts = task.prompts("train", use.sft.num_examples)
+    return list(zip(prompts, task.demonstrations(prompts, use.seed), strict=True))

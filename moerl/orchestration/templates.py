@@ -14,14 +14,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from subprocess import PIPE
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
+from moerl.contract.tokenizer import Tokenizer
 from moerl.errors import ConfigError
 from moerl.processes.spared import SparedProcess, start_spared
 from moerl.telemetry.terminal import excerpt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 30.0
 """Longest time for one text. Templates of models take milliseconds."""
@@ -132,7 +130,7 @@ class Templates:
 
 
 def request_of(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
     ask: bool,

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from moerl.config.schema import RunConfig
+from moerl.config.schema import MetricsConfig
 from moerl.config.trackers import tracker_environment
 from moerl.contract.files import writing
 from moerl.errors import ConfigError, undoing
@@ -109,13 +110,14 @@ class Trackers:
         self._say(f"WARNING: {text}")
 
 
-def start_trackers(config: RunConfig) -> list[TrackerSink]:
-    """Starts the process of every tracker in `metrics.sinks`; does not wait for them."""
-    opening = Opening(config.metrics.project, config.run_dir.name, without_secrets(config.model_dump(mode="json")))
+def start_trackers(metrics: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:
+    """Starts the process of every tracker in `metrics.sinks`; does not wait for them. settings: configuration of the
+    run, as plain data."""
+    opening = Opening(metrics.project, run_dir.name, without_secrets(settings))
     started: list[TrackerSink] = []
     for name in TRACKERS:
-        if name in config.metrics.sinks:
-            folder = config.run_dir / name
+        if name in metrics.sinks:
+            folder = run_dir / name
             with writing(folder):
                 started.append(TrackerSink(name, folder, opening, tracker_environment(name, folder)))
     return started

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.algorithms.agreement import STATISTICS
 from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
 from moerl.contract.batch import BatchTotals, Microbatch
@@ -48,7 +47,7 @@ from moerl.contract.commands import (
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine
-from moerl.contract.trainer import PassReport, Stage
+from moerl.contract.trainer import PROFILES, STATISTICS, PassReport, Stage
 from moerl.errors import UnprovedError
 from moerl.models.description import read_model
 from moerl.ranks.devices import check_device, device_notes, model_on_this_node, shares_prompts
@@ -112,7 +111,7 @@ class Worker:
         self._config, self._layout, self._watch = config, layout, watch
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
         self._saver = Saver(self._store)
-        self._profiler = profiling.Profiler(config.run_dir / profiling.FOLDER)
+        self._profiler = profiling.Profiler(config.run_dir / PROFILES)
         self._stage: Stage = "sft"
         self._policy: MegatronTrainer | None = None
         self._reference: MegatronTrainer | None = None

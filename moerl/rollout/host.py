@@ -1,4 +1,5 @@
-"""Device of the embedded engine's model: the CPU of the host, or a GPU. Runs inside the rollout engine."""
+"""GPUs of this machine, and the device of the embedded engine's model: the CPU of the host, or a GPU. Runs in the
+controller and inside the rollout engine."""
 
 from __future__ import annotations
 
@@ -22,3 +23,13 @@ def engine_device(dtype: str) -> torch.device:
     if dtype == FLOAT8 or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def num_gpus() -> int:
+    """Returns how many GPUs this machine has for this process."""
+    return torch.cuda.device_count()
+
+
+def gpu_bytes() -> int | None:
+    """Returns the memory of the first GPU of this machine; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -17,23 +16,8 @@ from torch import Tensor
 from moerl.contract.files import replace_folder, writing
 from moerl.contract.sealed import SEAL, seal
 from moerl.errors import undoing
-from moerl.machine.model_files import stored_tensors
-from moerl.machine.model_tensors import SCALES, is_bypassed
 from moerl.reading import read_json
 from moerl.trainer.tensors import bypassed_tensors
-
-
-def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors that an export writes for the model of a directory, by name.
-
-    Args:
-        config: content of its Hugging Face config.
-    """
-    return {
-        name: tensor.shape
-        for name, tensor in stored_tensors(folder).items()
-        if not is_bypassed(name, config) and not name.endswith(SCALES)
-    }
 
 
 def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -17,9 +17,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moerl.contract.files import atomic_file, writing
 from moerl.reading import open_regular
 
-FOLDER = "profile"
-"""Folder of traces in the run directory."""
-
 _recording: list[Path] = []
 """File of the trace that is recorded in this process; empty if none is."""
 

@@ -243,7 +243,7 @@ class ReplaySchedule:
         return self.what.enforce and self.what.prove
 
     def agreement(self) -> Tensor:
-        """Returns the sums of `moerl.algorithms.agreement.STATISTICS`: float64 [L, 5]."""
+        """Returns the sums of `moerl.contract.trainer.STATISTICS`: float64 [L, 5]."""
         return self._statistics_LCS.sum(1)
 
     def recorded(self) -> RecordedRouting:

@@ -81,7 +81,7 @@ class StepReport:
     expert_load_LE: Tensor
     """int64; tokens per expert of this rank's rows and layers. The sum over all ranks counts every token once."""
     agreement_LS: Tensor
-    """float64; sums of `moerl.algorithms.agreement.STATISTICS` over the same rows."""
+    """float64; sums of `moerl.contract.trainer.STATISTICS` over the same rows."""
     live_rows_L: Tensor
     """int64; rows left to the router."""
 

@@ -13,8 +13,8 @@ from matrix import Case
 from policy_rows import PRESETS, facts_of_presets, preset
 from ranks import Ranks
 
+from moerl.algorithms.tensors import sampled_tokens
 from moerl.contract.batch import BatchTotals
-from moerl.orchestration.batches import sampled_tokens
 
 pytestmark = pytest.mark.timeout(900)
 

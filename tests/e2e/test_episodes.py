@@ -21,7 +21,7 @@ from waiting import eventually
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
 from moerl.contract.trajectory import Trajectory, TurnKind
-from moerl.orchestration.tokenizer import build_tokenizer
+from moerl.rollout.tokenizers import build_tokenizer
 
 STEPS, PER_STEP = 3, 16
 GUESS = ("recipe=tiny", "task=guess", f"rl.steps={STEPS}")

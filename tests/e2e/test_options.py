@@ -180,8 +180,8 @@ def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
     train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
 ) -> None:
     from moerl.contract.weight_update import UpdateKind, WeightUpdate
+    from moerl.machine.model_tensors import checkpoint_shapes
     from moerl.models.description import read_model
-    from moerl.trainer.hf_directory import checkpoint_shapes
     from moerl.weights.disk import read_buckets, versions
 
     steps = train(
@@ -218,7 +218,7 @@ def test_a_built_model_takes_a_tokenizer_of_ones_own_and_needs_its_directory_no_
 ) -> None:
     import transformers
 
-    from moerl.orchestration.tokenizer import build_tokenizer
+    from moerl.rollout.tokenizers import build_tokenizer
 
     own = build_tokenizer(["0123456789+-*= "], 300, any_text=True, chats=True)
     own.save_pretrained(tmp_path / "own")

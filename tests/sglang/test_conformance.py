@@ -10,7 +10,7 @@ import pytest
 from moerl.cli import main
 from moerl.errors import EngineError
 from moerl.models.description import read_model
-from moerl.orchestration.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import EngineUnderTest, open_subject
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import UpstreamDialect
 from moerl.rollout.conformance.servers import ServerSubject

@@ -25,8 +25,8 @@ from moerl.machine.model_files import read_header
 from moerl.models.description import read_model
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.history import read_history
-from moerl.orchestration.models import read_tokenizer
 from moerl.reading import MAX_DEPTH, find_irregular, open_regular, read_file, read_json, read_text
+from moerl.rollout.tokenizers import read_tokenizer
 from moerl.tasks.data.jsonl_rows import read_rows
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.sources import read_set

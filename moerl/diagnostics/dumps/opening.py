@@ -66,7 +66,7 @@ def open_dumps(
         moe_layers: which layers of the model are MoE layers, ascending; selects them if a dump has routes of all
             layers.
         experts_per_token: for formats whose routes are flat.
-        load: reads files of torch.save; `moerl.orchestration.torch_dumps.open_any_dumps` brings it.
+        load: reads files of torch.save; `moerl.offline.torch_dumps.open_any_dumps` brings it.
         say: called with a line for each path of which files are left out.
 
     Raises:
@@ -240,7 +240,7 @@ def _zip(file: Path, load: slime.TorchFile | None) -> Format:
             f"DUMP: {file} needs torch to be read",
             seen="a file of torch.save",
             expected="a file that is read without",
-            remedy="open it with moerl.orchestration.torch_dumps.open_any_dumps, as moerl diagnose does",
+            remedy="open it with moerl.offline.torch_dumps.open_any_dumps, as moerl diagnose does",
         )
     payload = load(file)
     kind = slime.kind_of(payload, file)

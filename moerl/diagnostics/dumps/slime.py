@@ -1,6 +1,6 @@
 """slime and miles: rollout and train dumps (torch.save), and miles' `dashboard_columns` (Parquet).
 
-`moerl.orchestration.torch_dumps` loads the former: nothing here needs torch. Values by token are of the response, which
+`moerl.offline.torch_dumps` loads the former: nothing here needs torch. Values by token are of the response, which
 has tools' tokens in it; routes have a row for every token but the last and, in dumps of both, are of all layers.
 """
 

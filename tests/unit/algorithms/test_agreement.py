@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs, summarize
+from moerl.algorithms.agreement import choice_statistics, differs, summarize
+from moerl.contract.trainer import STATISTICS
 
 
 def brute_force(scores_tE: np.ndarray, recorded_tK: np.ndarray, counted_t: np.ndarray) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -24,12 +25,13 @@ WITHOUT_TORCH = {
     *("moerl.telemetry.metrics", "moerl.telemetry.trackers.process"),
 }
 WITH_TRANSFORMERS_ALONE = {"moerl.orchestration.template_worker"}
+LEADS_TO_TORCH = re.compile(r"moerl\.(orchestration|offline)|MODULES_OF_RUNS")
 IMPORT_ALL = """
 import importlib, sys
 
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "transformers", "megatron", "numba"):
+        if name in ("torch", "transformers", "tokenizers", "safetensors", "megatron", "numba"):
             raise RuntimeError(f"{name} was imported")
 
 sys.meta_path.insert(0, NoTorch())
@@ -94,6 +96,16 @@ def test_every_program_imports_torch_after_it_has_begun_or_never() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_modules_of_the_controller_are_imported_without_torch() -> None:
+    folder = ROOT / "moerl" / "orchestration"
+    names = {f"moerl.orchestration.{file.stem}" for file in folder.glob("*.py")} - WITH_TRANSFORMERS_ALONE
+    assert {"moerl.orchestration.rl", "moerl.orchestration.commands"} <= names
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *sorted(names)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("program", sorted(WITH_TORCH))
 def test_a_program_with_torch_first_settles_how_its_threads_wait(program: str) -> None:
     name = "moerl.cli" if program == "moerl.__main__" else program
@@ -123,6 +135,6 @@ def test_commands_set_the_precision_of_products_before_they_import_torch() -> No
     for name, precision in wanted.items():
         lines = [ast.unparse(each) for each in functions[name].body]
         at = lines.index(f"before_cuda({precision})")
-        with_torch = [i for i, line in enumerate(lines) if "moerl.orchestration" in line]
+        with_torch = [i for i, line in enumerate(lines) if LEADS_TO_TORCH.search(line)]
         assert with_torch
         assert all(i > at for i in with_torch)

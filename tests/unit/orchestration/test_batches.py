@@ -9,13 +9,14 @@ import pytest
 import tiny_moe
 from policy_rows import preset
 
+from moerl.algorithms.tensors import sampled_tokens
 from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import BatchTotals, Microbatch, TextSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ContractError
-from moerl.orchestration.batches import pack_minibatch, pack_text_minibatch, sampled_tokens
+from moerl.orchestration.batches import pack_minibatch, pack_text_minibatch
 
 RANKS = ParallelDims(data=2).ranks()
 

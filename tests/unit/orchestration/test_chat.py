@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from moerl.config.load import load_config
 from moerl.contract.ports import Chat
+from moerl.contract.tokenizer import encode_checked
 from moerl.errors import ConfigError, closing
 from moerl.orchestration.chat import ChatTemplate, ChatWriter, write_prompts
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.templates import Templates
-from moerl.orchestration.tokenizer import encode_checked
 
 TEMPLATES = Templates()
 

@@ -23,6 +23,7 @@ from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import CheckpointError, ConfigError, ContractError, MoerlError
 from moerl.orchestration.dump_source import DumpSource
+from moerl.orchestration.engines import dump_source
 
 FOREIGN = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=100_000)
 KEYS = ("rl.prompts_per_step=2", "rl.group_size=2", "rl.steps=9", "quarantine.max_rate=0.5")
@@ -58,7 +59,7 @@ def open_source(path: Path, *keys: str, spec: ModelSpec = SPEC, said: list[str] 
     config = config_of(path, *keys, *(["rollout.top_k=null"] if spec is FOREIGN else []))
     quarantine = Quarantine(path.parent / "quarantine", config.quarantine.max_rate, spec=spec)
     model = replace(describe_model(config), spec=spec)
-    source = DumpSource(config, model, quarantine, ([] if said is None else said).append)
+    source = dump_source(config, model, quarantine, ([] if said is None else said).append)
     source.restore({}, 0)
     return source
 

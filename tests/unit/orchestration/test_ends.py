@@ -18,10 +18,11 @@ from moerl.contract.trajectory import FinishReason, SamplingParams
 from moerl.errors import ConfigError
 from moerl.models.description import read_model
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.models import build_model, make_engine, read_tokenizer
 from moerl.orchestration.rollouts import Collector
-from moerl.orchestration.tokenizer import build_tokenizer
+from moerl.rollout.factory import embedded_engine
+from moerl.rollout.tokenizers import build_tokenizer, read_tokenizer
 from moerl.tasks.rewards import at_once
+from moerl.trainer.new_model import build_model
 
 ARCHITECTURE = ArchitectureConfig(
     hidden_size=16,
@@ -65,7 +66,7 @@ class Silent:
 def test_every_end_that_a_model_names_ends_its_responses(chat_model: Path, tmp_path: Path) -> None:
     tokenizer = read_tokenizer(chat_model)
     model = read_model(chat_model).with_vocabulary(len(tokenizer))
-    engine = make_engine(model, dtype="float32", max_running=32, version=0)
+    engine = embedded_engine(model, dtype="float32", max_running=32, version=0)
     ends = read_ends(chat_model, tokenizer, model.spec.vocab_size)
     layers = select_layers(engine.handshake(), model.num_layers, model.moe_layers)
     quarantine = Quarantine(tmp_path, 1.0, spec=model.spec)

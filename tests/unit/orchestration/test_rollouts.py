@@ -15,6 +15,7 @@ import torch
 from factories import SPEC, make_trajectory, values_of
 from policy_rows import grpo
 
+from moerl.algorithms.arrays import with_advantages
 from moerl.algorithms.policy import RewardedBatch
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
 from moerl.contract import trajectory as trajectory_module
@@ -23,7 +24,6 @@ from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.contract.quarantine import read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError, MoerlError, RewardError
-from moerl.orchestration.advantages import with_advantages
 from moerl.orchestration.rollouts import Collector, in_request_order
 from moerl.tasks.rewards import at_once
 from moerl.tasks.rewards.make import make_scorer

@@ -23,6 +23,7 @@ from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.scorers import open_scorers
 from moerl.orchestration.scoring import Scoring
 from moerl.orchestration.step_metrics import rollout_metrics
+from moerl.rollout.tokenizers import read_tokenizer
 
 TINY = "recipe=tiny"
 
@@ -160,7 +161,7 @@ def test_a_model_with_other_tokens_scores_nothing(tmp_path: Path):
     config = load_config(keys, command="train")
     wrong = r"scorers\.teacher\.path: its tokenizer is not.*2 tokens .* first 'b', here 1"
     with pytest.raises(ConfigError, match=wrong):
-        open_scorers(config, own)
+        open_scorers(config.scorers, tmp_path, own, read_tokenizer)
 
 
 @pytest.mark.parametrize(

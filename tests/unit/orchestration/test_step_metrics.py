@@ -149,7 +149,7 @@ def test_rewards_of_a_batch_are_summed_up_by_name_group_and_end() -> None:
 
 
 def test_expert_load_is_that_of_the_worst_layer() -> None:
-    load_LE = torch.tensor([[4, 4, 4, 4], [16, 0, 8, 8], [2, 10, 2, 2]])
+    load_LE = np.array([[4, 4, 4, 4], [16, 0, 8, 8], [2, 10, 2, 2]])
     assert load_metrics(load_LE) == {"experts/load_max_over_mean": 2.5, "experts/load_min_over_mean": 0.0}
 
 

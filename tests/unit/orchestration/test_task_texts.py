@@ -15,8 +15,9 @@ from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
+from moerl.orchestration.commands import text_use
 from moerl.orchestration.task_texts import check_prompts
-from moerl.orchestration.tokenizer import build_tokenizer, make_tokenizer
+from moerl.rollout.tokenizers import build_tokenizer, make_tokenizer
 from moerl.tasks.chain_sum import ChainSumTask
 from moerl.tasks.jsonl import JsonlTask
 
@@ -55,9 +56,14 @@ def tokenizer(any_text: bool = True) -> PreTrainedTokenizerFast:
     return build_tokenizer(["say 0123456789"], 300, any_text=any_text)
 
 
+def check(opened: Opened, made: PreTrainedTokenizerFast, command: str = "train", max_positions: int = 64) -> None:
+    config, task = opened
+    check_prompts(task, made, text_use(config, command, max_positions))
+
+
 def refusal(opened: Opened, *, any_text: bool = True, max_positions: int = 64, command: str = "train") -> str:
     with pytest.raises(ConfigError) as caught:
-        check_prompts(*opened, tokenizer(any_text), command, max_positions=max_positions)
+        check(opened, tokenizer(any_text), command, max_positions)
     return str(caught.value)
 
 
@@ -79,7 +85,7 @@ def with_row(
 def test_problems_that_fit_are_accepted(open_jsonl: Open):
     opened = open_jsonl([row(i) for i in range(60)])
     check_problems(*opened, "train")
-    check_prompts(*opened, tokenizer(any_text=False), "train", max_positions=64)
+    check(opened, tokenizer(any_text=False))
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -97,14 +103,14 @@ def test_every_training_prompt_is_checked_without_a_cold_start_too(open_jsonl: O
 
 def test_prompts_that_a_command_never_reads_do_not_matter(open_jsonl: Open):
     opened = with_row(open_jsonl, "heldout", "say é")
-    check_prompts(*opened, tokenizer(any_text=False), "rollout", max_positions=64)
+    check(opened, tokenizer(any_text=False), "rollout")
     assert "the tokenizer cannot represent a text" in refusal(opened, any_text=False)
 
 
 def test_a_prompt_that_just_fits_is_accepted(open_jsonl: Open):
     opened = open_jsonl([row(i, prompt=f"say {i:02}") for i in range(60)], "sft.steps=0")
     length = len(tokenizer().encode("say 12")) + 16
-    check_prompts(*opened, tokenizer(), "train", max_positions=length)
+    check(opened, tokenizer(), max_positions=length)
     assert "longer than the model's sequences" in refusal(opened, max_positions=length - 1)
 
 
@@ -122,7 +128,7 @@ def test_a_demonstration_must_fit_and_be_encodable(
     assert message.startswith(f"{tmp_path}/my.jsonl:61: ")
     assert part in message
     without = with_row(open_jsonl, "train", "say 1", "sft.steps=0", response=response)
-    check_prompts(*without, tokenizer(any_text), "train", max_positions=64)
+    check(without, tokenizer(any_text))
 
 
 def test_demonstrations_must_be_there(open_jsonl: Open):
@@ -135,9 +141,9 @@ def test_the_start_of_the_work_is_part_of_a_held_out_prompt():
     assert isinstance(task, ChainSumTask)
     made = make_tokenizer(task, 512)
     longest = max(len(made.encode(prompt.text)) for prompt in task.prompts("heldout", 8))
-    check_prompts(config, task, made, "train", max_positions=longest + 16 + 2)
+    check((config, task), made, max_positions=longest + 16 + 2)
     with pytest.raises(ConfigError, match=r"^chain_sum-heldout-"):
-        check_prompts(config, task, made, "train", max_positions=longest + 16)
+        check((config, task), made, max_positions=longest + 16)
 
 
 def test_the_remedy_for_too_few_problems_can_be_copied(open_jsonl: Open):
@@ -160,6 +166,6 @@ def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
         check_problems(config, task, "train")
         assert config.model.architecture is not None
         made = make_tokenizer(task, config.model.architecture.vocab_size)
-        check_prompts(config, task, made, "train", max_positions=config.model.architecture.max_positions)
+        check((config, task), made, max_positions=config.model.architecture.max_positions)
     finally:
         task.close()

@@ -13,10 +13,11 @@ from factories import FULL
 
 from moerl.contract.episodes import EpisodeTask, SampledTurn
 from moerl.contract.ports import DemonstrationTask, Prompt, RolloutRequest
+from moerl.contract.tokenizer import encode_checked
 from moerl.contract.trajectory import FinishReason, Lineage
 from moerl.episodes.play import Episode, play
 from moerl.errors import ConfigError, EpisodeError
-from moerl.orchestration.tokenizer import encode_checked, make_tokenizer
+from moerl.rollout.tokenizers import make_tokenizer
 from moerl.tasks.calculator import CalculatorTask, CalculatorTaskConfig
 
 

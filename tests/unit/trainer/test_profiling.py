@@ -14,8 +14,9 @@ import torch
 
 from moerl.config.load import load_config
 from moerl.contract.commands import Profile
+from moerl.contract.trainer import PROFILES
 from moerl.ranks.worker import Worker
-from moerl.trainer.profiling import FOLDER, Profiler, named
+from moerl.trainer.profiling import Profiler, named
 
 
 def ranges(file: Path) -> dict[str, dict[str, Any]]:
@@ -75,4 +76,4 @@ def test_rank_0_alone_writes_a_trace(rank: int, tmp_path: Path, monkeypatch: pyt
     worker = Worker(config, cast(Any, SimpleNamespace(rank=rank)), lambda done, total: None)
     worker.run(Profile(2))
     worker.run(Profile(0))
-    assert (tmp_path / FOLDER / "step-000002.json.gz").exists() == (rank == 0)
+    assert (tmp_path / PROFILES / "step-000002.json.gz").exists() == (rank == 0)

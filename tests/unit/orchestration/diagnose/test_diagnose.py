@@ -27,8 +27,8 @@ from moerl.diagnostics.report.words import unbroken
 from moerl.diagnostics.scoring import Question
 from moerl.machine.scoring_memory import ScoringMemory
 from moerl.models.description import read_model
-from moerl.orchestration import dump_scorers, rescoring
-from moerl.orchestration.trainer_scorer import TrainerScorer
+from moerl.offline import dump_scorers, rescoring
+from moerl.offline.trainer_scorer import TrainerScorer
 from moerl.telemetry.progress import HeartbeatProgress
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conformance_faults import FaultInjection, kept, logprobs, next_experts, rows, where, zero_layer
 
+from moerl.machine.model_tensors import checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.embedded import embedded_subject
@@ -19,7 +20,6 @@ from moerl.rollout.conformance.reference import TransformersJudge
 from moerl.rollout.conformance.subject import Answer, Ask, ReferenceJudge, Subject
 from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome, run_checks
 from moerl.rollout.conformance.weights import RenumberedWeights
-from moerl.trainer.hf_directory import checkpoint_shapes
 
 FAMILY = families.FAMILIES["qwen3_moe"]
 E = FAMILY.spec().num_experts

@@ -31,7 +31,7 @@ from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.refused import CONVERTER
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError
-from moerl.orchestration.torch_dumps import open_any_dumps
+from moerl.offline.torch_dumps import open_any_dumps
 
 MODEL = (4, (1, 3))
 UNSAID = ("name", "temperatures", "top_ps", "step")

@@ -13,8 +13,8 @@ from planted_faults import sample, write_moe
 
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.orchestration import rescoring
-from moerl.orchestration.rescoring import HeldModels, TransformersScorer
+from moerl.offline import rescoring
+from moerl.offline.rescoring import HeldModels, TransformersScorer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

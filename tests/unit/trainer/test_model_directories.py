@@ -19,12 +19,14 @@ from moerl.config.load import load_config
 from moerl.config.schema import ModelConfig
 from moerl.contract.ports import Task
 from moerl.contract.sealed import find_damage
+from moerl.contract.tokenizer import num_ids
 from moerl.errors import ConfigError, MoerlError
+from moerl.machine.model_tensors import checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.orchestration.ends import read_ends
-from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
-from moerl.orchestration.tokenizer import make_tokenizer, num_ids
-from moerl.trainer.hf_directory import checkpoint_shapes, new_directory, write_model
+from moerl.rollout.tokenizers import make_tokenizer, new_tokenizer, read_tokenizer
+from moerl.trainer.hf_directory import new_directory, write_model
+from moerl.trainer.new_model import build_model
 
 
 def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quantised(tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
-"""A small tokenizer for models that start from nothing, and checked encoding. Runs in the controller.
+"""Tokenizers of transformers: read from model directories, or trained for models that start from nothing. Runs in the
+controller.
 
-Byte-level BPE with every digit a token of its own, so that numbers of any length are read digit by digit.
+A trained one is byte-level BPE with every digit a token of its own, so that numbers of any length are read digit by
+digit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from moerl.config.schema import ModelConfig
 from moerl.contract.ports import ChatTask, Task
+from moerl.contract.tokenizer import num_ids
 from moerl.errors import ConfigError
+from moerl.machine.model_files import check_tokenizer
 
 TOKENIZER_PROMPTS = 2000
 """Training prompts that a tokenizer is trained on."""
@@ -92,33 +98,58 @@ def build_tokenizer(
     return made
 
 
-def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns how many ids a model needs for a tokenizer: one more than its largest. Ids may have gaps."""
-    return 1 + max(tokenizer.get_vocab().values())
-
-
-def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the token ids of a text, without added special tokens; markup of special tokens inside the text becomes
-    these tokens.
+def new_tokenizer(model: ModelConfig, task: Task) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a model to build: that of `model.tokenizer`, or one trained on the texts of the task.
 
     Raises:
-        ConfigError: decoding does not give the text back, so characters were dropped or changed.
+        ConfigError: the tokenizer cannot be read, has more ids than the model may have, or names no end of a response.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if decoded != _normalised(tokenizer, text):
-        lost = sorted(set(text) - set(decoded))
+    assert model.architecture is not None
+    limit = model.architecture.vocab_size
+    if model.tokenizer is None:
+        return make_tokenizer(task, limit)
+    tokenizer = read_tokenizer(model.tokenizer, "model.tokenizer")
+    ids = num_ids(tokenizer)
+    if ids > limit:
         raise ConfigError(
-            f"the tokenizer cannot represent a text ({len(text)} characters)",
-            seen=f"characters {lost} are lost" if lost else f"it decodes to {decoded[:80]!r}",
-            expected=f"{text[:80]!r}",
-            remedy="clean the text, or start from a model whose tokenizer knows these characters (model.path)",
+            "model.tokenizer: more ids than the model may have",
+            seen=f"ids up to {ids - 1} in {model.tokenizer}",
+            expected=f"at most model.architecture.vocab_size = {limit} ids",
+            remedy=f"set model.architecture.vocab_size={ids} or more",
         )
-    return ids
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "model.tokenizer: it names no token that ends a response",
+            seen=f"no eos_token in {model.tokenizer / 'tokenizer_config.json'}",
+            expected="the token that demonstrations end with",
+            remedy="set eos_token there",
+        )
+    return tokenizer
 
 
-def _normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Returns the text as the tokenizer's own normaliser (Unicode NFC in some models) writes it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = getattr(backend, "normalizer", None)
-    return text if normalizer is None else normalizer.normalize_str(text)
+def read_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a directory.
+
+    Args:
+        key: the key that names the directory, for messages.
+
+    Raises:
+        ConfigError: the directory has no tokenizer that can be read.
+    """
+    check_tokenizer(folder, key)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library raises whatever its parsers do, plain `Exception` too
+        raise ConfigError(
+            f"{key}: {folder}: the tokenizer cannot be read",
+            seen=" ".join(f"{type(error).__name__}: {error}".split())[:500],
+            expected="a tokenizer that transformers reads",
+            remedy="copy the files of the tokenizer into the directory again",
+        ) from error
+
+
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer of a Hugging Face directory; returns None if it has none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl.errors import CheckpointError
-from moerl.orchestration.export import _of_step
+from moerl.offline.export import _of_step
 from moerl.trainer.checkpoint import CheckpointStore, describe
 
 FILE = "__0_0.distcp"

@@ -19,8 +19,8 @@ from moerl.errors import closing
 from moerl.machine.memory import total_parameters
 from moerl.machine.scoring_memory import plan_scoring
 from moerl.models.description import ModelDescription
-from moerl.orchestration.rescoring import HeldModels, TransformersScorer
-from moerl.orchestration.trainer_scorer import TrainerScorer
+from moerl.offline.rescoring import HeldModels, TransformersScorer
+from moerl.offline.trainer_scorer import TrainerScorer
 from moerl.telemetry.progress import ProgressDisplay
 from moerl.trainer import platform
 from moerl.trainer.model import DTYPES

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, closing
-from moerl.machine.model_tensors import check_weights
+from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import ModelDescription, read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
@@ -95,7 +95,6 @@ def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
     from moerl.ranks.libraries import quiet_libraries
     from moerl.rollout.conformance.embedded import embedded_subject
     from moerl.rollout.conformance.weights import RenumberedWeights
-    from moerl.trainer.hf_directory import checkpoint_shapes
 
     model = read_model(folder)
     check_weights(folder)
@@ -169,7 +168,6 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
     def across(asks: Sequence[Ask]) -> AcrossUpdate:
         from moerl.rollout.conformance.engines import EngineSubject
         from moerl.rollout.conformance.weights import RenumberedWeights
-        from moerl.trainer.hf_directory import checkpoint_shapes
 
         model = replace(read_model(folder), spec=facts.spec)
         shapes = checkpoint_shapes(folder, model.hf_config)
@@ -185,7 +183,6 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
 def _fleet(
     endpoint: Endpoint, model: ModelDescription, says: ServerSays, shapes: Mapping[str, tuple[int, ...]]
 ) -> FleetEngine:
-    from moerl.orchestration.engines import TIED
     from moerl.rollout.fleet.options import EngineOptions
     from moerl.rollout.sglang.backend import sglang_engine
 

@@ -14,7 +14,7 @@ from moerl.contract.disk import write_parquet
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError
 from moerl.models.spec import spec_from_hf_config
-from moerl.orchestration.verify import describe_dumped, read_dump, select_version
+from moerl.offline.verify import describe_dumped, read_dump, select_version
 
 
 def trajectories(*versions: int, **overrides: Any) -> list[Trajectory]:
@@ -118,7 +118,7 @@ def score(layout: Any, path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per trajectory, sampled log-probs by the trainer and by the judge of the tests."""
     import torch
 
-    from moerl.orchestration.verify import trainer_logprobs
+    from moerl.offline.verify import trainer_logprobs
 
     samples = tiny_moe.make_samples(8, [40, 17, 33, 9])
     found = trainer_logprobs(tiny_moe.build(layout, path), [sample.trajectory for sample in samples])

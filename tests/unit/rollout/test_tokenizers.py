@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from moerl.contract.tokenizer import encode_checked
 from moerl.errors import ConfigError
-from moerl.orchestration.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode_checked, make_tokenizer
+from moerl.rollout.tokenizers import EOS_ID, PAD_ID, build_tokenizer, make_tokenizer
 from moerl.tasks.chain_sum import ChainSumTask, ChainSumTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig
 

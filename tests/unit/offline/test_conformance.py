@@ -10,7 +10,7 @@ import pytest
 
 from moerl.cli import main
 from moerl.errors import EngineError
-from moerl.orchestration.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import EngineUnderTest, open_subject
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,98 @@
+"""Engines, made for the controller, which knows their port alone. Runs in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moerl.contract.ports import PolicyEngine
+from moerl.contract.weight_update import UpdateKind, WeightUpdate
+from moerl.errors import EngineError, undoing
+from moerl.machine.model_files import stored_tensors
+from moerl.models.description import ModelDescription
+from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.beside.local import EngineProcess
+from moerl.rollout.beside.messages import StartEngine
+from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.options import EngineOptions
+from moerl.rollout.loading import load_sampler
+from moerl.rollout.sglang.backend import sglang_engine
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def embedded_engine(
+    model: ModelDescription, *, dtype: str, max_running: int, version: int = -1, record_steps: bool = True
+) -> EmbeddedEngine:
+    """Makes an embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
+
+    Args:
+        version: policy version of the weights in its folder; -1 if the engine must wait for a first update.
+        record_steps: value of `rollout.record_steps`.
+    """
+    assert model.folder is not None
+    return EmbeddedEngine(
+        load_sampler(model.folder, dtype),
+        model.spec,
+        engine_id="embedded-0",
+        max_running=max_running,
+        policy_version=version,
+        record_steps=record_steps,
+    )
+
+
+def engine_beside(start: StartEngine, process: EngineProcess) -> BesideEngine:
+    """Makes an embedded engine in a process of its own, which `process` is."""
+    return BesideEngine(start, process)
+
+
+def served_engine(
+    launchers: Sequence[ServerLauncher], model: ModelDescription, options: EngineOptions, version: int, *, is_ours: bool
+) -> FleetEngine:
+    """Makes an engine on SGLang servers, which the launchers start or find.
+
+    Args:
+        version: policy version of the weights in the model's folder; -1 if the engine must wait for a first update.
+        is_ours: True if the run starts the servers, from that folder. Servers that others started get its weights.
+    """
+    assert model.folder is not None
+    facts = ModelFacts(model.spec, model.moe_layers)
+    engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
+    if not is_ours and version >= 0:
+        _send_folder(engine, model.folder, version, options)
+    return engine
+
+
+def engine_memory(engine: PolicyEngine) -> int:
+    """Returns the peak resident memory of an embedded engine's own process, in bytes; 0 for other engines, which run in
+    the controller or are servers."""
+    return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
+
+
+def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
+    """Sends the weights of a folder to servers that others started: their version label alone does not prove that they
+    have these weights."""
+    with undoing(engine.close):  # leaves the servers
+        engine.begin_update(WeightUpdate(version, UpdateKind.FULL, options.shapes))
+        for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
+            tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
+            _refuse_quantized(file, tensors)
+            engine.receive(tensors.items())
+        engine.end_update()
+
+
+def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    quantized = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
+    if quantized is not None:
+        raise EngineError(
+            f"{file}: {quantized!r} cannot be sent to a server",
+            seen=tensors[quantized].dtype,
+            expected="float32, bfloat16 or float16",
+            remedy="let the run start its own server: rollout=sglang",
+        )
