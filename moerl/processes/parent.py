@@ -17,6 +17,8 @@ from moerl.processes.spared import ignore_stop_signals
 _PARENT = "MOERL_CONTROLLER_PID"
 """Variable with the id of the process that a child dies with."""
 _PR_SET_PDEATHSIG = 1
+_GONE = EOFError, BrokenPipeError, ConnectionResetError
+"""Errors of a connection whose other side is gone."""
 
 
 def new_rendezvous(folder: Path) -> Path:
@@ -40,7 +42,7 @@ def connected(descriptor: str) -> Iterator[socket.socket]:
     """
     ignore_stop_signals()
     die_with(int(os.environ[_PARENT]))
-    with socket.socket(fileno=int(descriptor)) as connection, contextlib.suppress(EOFError, ConnectionError):
+    with socket.socket(fileno=int(descriptor)) as connection, contextlib.suppress(*_GONE):
         yield connection
 
 
