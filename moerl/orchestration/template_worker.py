@@ -1,10 +1,10 @@
 """Process that writes messages by chat templates, which are programs of model directories. Started by
 `moerl.orchestration.templates`, with limits; loads no torch.
 
-    python -m moerl.orchestration.template_worker PARENT MEMORY
+    python -m moerl.orchestration.template_worker MEMORY SOCKET
 
-PARENT is the process id of the starter, MEMORY the bytes that this process may use. It prints `{}` once it can begin.
-Requests come on standard input and replies go to standard output, a JSON object a line:
+MEMORY is the number of bytes that this process may use, SOCKET the descriptor of its connection. It sends `{}` once it
+can begin. Requests and replies are messages of JSON:
 
     {"template": ..., "values": {...}, "messages": [...], "tools": [...], "ask": ..., "day": ...}    {"text": ...}
     {"template": ...}                                                                      {"variables": [...]}
@@ -25,20 +25,21 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moerl.processes.parent import belong_to
+from moerl.processes.channel import receive, send
+from moerl.processes.parent import connected
 
 MAX_CHARACTERS = 1 << 25
 """Characters of a text, at most: twice the longest row of a data set."""
 
 
-def main(parent: int, memory_bytes: int) -> None:
-    """Serves requests until standard input ends."""
-    belong_to(parent)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    print("{}", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_reply(json.loads(line))), flush=True)
+def main(memory_bytes: int, descriptor: str) -> None:
+    """Serves requests until the connection ends."""
+    with connected(descriptor) as connection:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        send(connection, b"{}")
+        while True:
+            send(connection, json.dumps(_reply(json.loads(receive(connection)[0]))).encode())
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -76,4 +77,4 @@ def _variables(template: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), sys.argv[2])

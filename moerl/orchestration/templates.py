@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import select
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from subprocess import PIPE
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from moerl.contract.tokenizer import Tokenizer
 from moerl.errors import ConfigError
-from moerl.processes.spared import SparedProcess, start_spared
+from moerl.processes.child import Child, module_program
 from moerl.telemetry.terminal import excerpt
 
 SECONDS = 30.0
@@ -30,7 +25,7 @@ START_SECONDS = 120.0
 MEMORY_BYTES = 1 << 30
 """Memory of the process. Templates of models need 70 MB with all that they load."""
 
-_READ_BYTES = 1 << 20
+PROGRAM = module_program("moerl.orchestration.template_worker", str(MEMORY_BYTES))
 
 Request = dict[str, Any]
 
@@ -43,7 +38,7 @@ class Templates:
     """A process that writes messages by templates. It starts at the first request; one thread uses it."""
 
     def __init__(self) -> None:
-        self._process: SparedProcess | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -53,10 +48,10 @@ class Templates:
 
     def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.release()
 
     def write(self, request: Request) -> str:
         """Returns the text of messages.
@@ -75,58 +70,38 @@ class Templates:
         return set(self._ask({"template": template})["variables"])
 
     def _ask(self, request: Request) -> dict[str, Any]:
-        stdin, stdout = self._started()
         try:
-            stdin.write(json.dumps(request).encode() + b"\n")
-            stdin.flush()
-            reply = json.loads(self._line(stdout, SECONDS))
-        except (BrokenPipeError, EOFError, MemoryError) as error:
+            reply = json.loads(self._started().ask(json.dumps(request).encode(), SECONDS)[0])
+        except TimeoutError as error:
+            self.close()
+            raise ConfigError(
+                "the chat template does not come to an end",
+                seen=f"no text after {SECONDS:g} s",
+                expected="a template that writes a conversation in milliseconds",
+                remedy="look at chat_template.jinja (or tokenizer_config.json) of the model directory: it may have"
+                " been changed to do harm; take the model from where it was published",
+            ) from error
+        except (OSError, EOFError, MemoryError) as error:
             self.close()
             raise _failed("its process ended, without memory or killed") from error
         if "failed" in reply:
             raise _failed(excerpt(" ".join(str(reply["failed"]).split()), 300))
         return reply
 
-    def _started(self) -> tuple[IO[bytes], IO[bytes]]:
-        if self._process is None:
-            self._process = start_spared(
-                [sys.executable, "-P", "-m", f"{__package__}.template_worker", str(os.getpid()), str(MEMORY_BYTES)],
-                stdin=PIPE,
-                stdout=PIPE,
-            )
-            assert self._process.stdout is not None, "the process is started with pipes"
+    def _started(self) -> Child:
+        if self._child is None:
+            self._child = Child(PROGRAM, log=None)
             try:
-                self._line(self._process.stdout, START_SECONDS)
-            except EOFError as error:
+                self._child.receive(START_SECONDS)
+            except (OSError, EOFError) as error:
                 self.close()
                 raise ConfigError(
                     "the process for chat templates does not start",
-                    seen="it ended; what it printed stands above",
+                    seen=f"it ended, or was silent for {START_SECONDS:g} s; what it printed stands above",
                     expected="a process that imports transformers and jinja2",
                     remedy="mend the installation (`moerl doctor`)",
                 ) from error
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "the process is started with pipes"
-        assert stdout is not None, "the process is started with pipes"
-        return stdin, stdout
-
-    def _line(self, stdout: IO[bytes], seconds: float) -> bytes:
-        """Reads the next line. Raises `EOFError` if the process has ended, and `ConfigError` if none comes in time."""
-        deadline, parts = time.monotonic() + seconds, [b""]
-        while not parts[-1].endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.close()
-                raise ConfigError(
-                    "the chat template does not come to an end",
-                    seen=f"no text after {seconds:g} s",
-                    expected="a template that writes a conversation in milliseconds",
-                    remedy="look at chat_template.jinja (or tokenizer_config.json) of the model directory: it may have"
-                    " been changed to do harm; take the model from where it was published",
-                )
-            parts.append(os.read(stdout.fileno(), _READ_BYTES))
-            if not parts[-1]:
-                raise EOFError
-        return b"".join(parts)
+        return self._child
 
 
 def request_of(

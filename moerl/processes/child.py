@@ -1,7 +1,7 @@
 """A Python process of this run on this machine, and our end of its socket. Torch-free.
 
-The process dies with the one that started it, and no stop signal reaches it (`moerl.processes.spared`). Messages:
-`moerl.processes.channel`. Its program begins with `belong_to_parent`.
+The process dies with the one that started it, and no stop signal reaches it (`moerl.processes.host`). Messages:
+`moerl.processes.channel`. Its program serves within `moerl.processes.parent.connected`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moerl.processes.channel import receive, send
+from moerl.processes.host import end, start_logged, wait_for
 from moerl.processes.parent import child_environment
-from moerl.processes.spared import start_spared
 
 
 def module_program(name: str, *arguments: str) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ class Child:
 
     Args:
         program: command; the descriptor of the process's socket is added as an argument, then those in `given`.
-        log: file that the output is appended to; its folder is made.
+        log: file that the output is appended to; its folder is made. None = the standard error of this process.
         environment: of the process; None = that of this process.
         given: descriptors to inherit, also named in the command.
         inherited: descriptors to inherit that the command does not name.
@@ -38,7 +38,7 @@ class Child:
     def __init__(
         self,
         program: Sequence[str],
-        log: Path,
+        log: Path | None,
         environment: Mapping[str, str] | None = None,
         *,
         given: Sequence[int] = (),
@@ -46,48 +46,61 @@ class Child:
     ) -> None:
         self.log = log
         self.socket, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            self._process = start_spared(
+        with theirs:
+            self._process = start_logged(
                 [*program, *map(str, (theirs.fileno(), *given))],
+                log,
                 env=child_environment(environment),
                 pass_fds=(theirs.fileno(), *given, *inherited),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
             )
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def ask(self, message: bytes, seconds: float) -> tuple[bytes, bytes]:
+        """Sends a message; returns the reply and its frame.
+
+        Raises:
+            TimeoutError: the process is silent for `seconds`.
+            EOFError: the process has closed its connection.
+            OSError: the process is gone.
+        """
+        self.socket.settimeout(seconds)
+        send(self.socket, message)
+        return self.receive(seconds)
+
+    def receive(self, seconds: float) -> tuple[bytes, bytes]:
+        """Returns the next message and its frame. Raises as `ask` does."""
+        self.socket.settimeout(seconds)
+        return receive(self.socket)
+
     def wait(self, seconds: float) -> None:
         """Waits for the end of the process; kills it if that takes longer."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        if wait_for(self._process, seconds) is None:
             self.kill()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        end(self._process)
 
     def release(self) -> None:
         """Closes our end of the socket, and removes a log without output. A second call does nothing."""
         self.socket.close()
-        remove_empty(self.log)
+        if self.log is not None:
+            remove_empty(self.log)
 
     def describe_end(self, seconds: float) -> str:
         """Waits up to `seconds` for the end of the process; returns how it ended."""
-        try:
-            status = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        status = wait_for(self._process, seconds)
+        if status is None:
             return "it closed its connection"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
 
 
-def describe_output(log: Path) -> str:
+def describe_output(log: Path | None) -> str:
     """Returns the place of a process's output."""
+    if log is None:
+        return "what it printed stands above"
     return f"its output is in {log}" if log.exists() and log.stat().st_size > 0 else "it wrote nothing"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moerl.processes.spared import ignore_stop_signals
@@ -15,6 +17,8 @@ from moerl.processes.spared import ignore_stop_signals
 _PARENT = "MOERL_CONTROLLER_PID"
 """Variable with the id of the process that a child dies with."""
 _PR_SET_PDEATHSIG = 1
+_GONE = EOFError, BrokenPipeError, ConnectionResetError
+"""Errors of a connection whose other side is gone."""
 
 
 def new_rendezvous(folder: Path) -> Path:
@@ -24,20 +28,22 @@ def new_rendezvous(folder: Path) -> Path:
 
 
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the variables of a child of this process that calls `belong_to_parent`; None = those of this process."""
+    """Returns the variables of a child of this process that is `connected`; None = those of this process."""
     return {**(os.environ if environment is None else environment), _PARENT: str(os.getpid())}
 
 
-def belong_to_parent() -> None:
-    """Calls `belong_to` with the process that made `child_environment`."""
-    belong_to(int(os.environ[_PARENT]))
+@contextlib.contextmanager
+def connected(descriptor: str) -> Iterator[socket.socket]:
+    """Makes this process, a `moerl.processes.child.Child`, end with its parent and by no signal to the whole job, and
+    yields its connection to the parent. Ends the block in silence once the parent is gone: nobody is there to be told.
 
-
-def belong_to(parent: int) -> None:
-    """Makes this process end with its parent, of this pid, and by no signal to the whole job. Every child that
-    `start_spared` starts calls this first."""
+    Args:
+        descriptor: of the connection, as the command line of this process has it.
+    """
     ignore_stop_signals()
-    die_with(parent)
+    die_with(int(os.environ[_PARENT]))
+    with socket.socket(fileno=int(descriptor)) as connection, contextlib.suppress(*_GONE):
+        yield connection
 
 
 def die_with(parent: int) -> None:

@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import traceback
@@ -19,14 +18,12 @@ from moerl.errors import MoerlError
 from moerl.machine.torch_start import before_torch
 from moerl.printable import printable
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import belong_to_parent
+from moerl.processes.parent import connected
 
 
 def main() -> int:
-    belong_to_parent()
-    before_torch()
-    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        # Without a controller nobody reads replies.
+    with connected(sys.argv[1]) as connection:
+        before_torch()
         _serve(connection, int(sys.argv[2]) if len(sys.argv) > 2 else None)
     return 0
 

@@ -175,7 +175,7 @@ class Processes:
             rank.child.kill()
             rank.child.release()
         discard(self._meeting)
-        remove_empty_folders([rank.child.log for rank in self._ranks])
+        remove_empty_folders([rank.child.log for rank in self._ranks if rank.child.log])
 
 
 def _environment(config: RunConfig, rank: int) -> dict[str, str]:

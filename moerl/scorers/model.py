@@ -24,7 +24,6 @@ from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError, ScoreError
 from moerl.machine.model_files import check_tokenizer, stored_tensors
 from moerl.models.description import CONFIG_FILE, read_config
-from moerl.processes.channel import receive, send
 from moerl.processes.child import Child, describe_output, module_program
 from moerl.scorers.messages import ScoreTokens, StartScorer, decode_answer, encode
 from moerl.scorers.section import ScorerSection
@@ -166,11 +165,8 @@ class RemoteModel:
         return scores
 
     def _ask(self, message: bytes, count: int, seconds: float) -> NDArray[np.float32]:
-        connection = self._child.socket
         try:
-            connection.settimeout(seconds)
-            send(connection, message)
-            reply, frame = receive(connection)
+            reply, frame = self._child.ask(message, seconds)
         except TimeoutError as error:
             raise self._failed(f"no answer for {seconds:g} s") from error
         except (EOFError, OSError) as error:

@@ -9,6 +9,7 @@ the process can still end; calls of the next update run once that call has retur
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -126,7 +127,7 @@ class BucketSender:
     def begin(self, update: WeightUpdate) -> BaseException | None:
         """Opens the update; returns the error of the sink, or None."""
         doing = f"begin_update({update.version})"
-        return self._call(doing, lambda: self._ask("begin_update", lambda: self._sink.begin_update(update)))
+        return self._call(doing, lambda: self._sink.begin_update(update))
 
     def slot(self, num_bytes: int) -> Tensor:
         """Returns room for the next bucket: that of the bucket before last. Call after `settle(1)` found no problem."""
@@ -147,7 +148,7 @@ class BucketSender:
     def end(self) -> BaseException | None:
         """Ends the update, after all buckets; returns the error of the sink, or None."""
         start = time.perf_counter()
-        problem = self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
+        problem = self._call("end_update", self._sink.end_update)
         self.end_seconds = time.perf_counter() - start
         return problem
 
@@ -158,12 +159,18 @@ class BucketSender:
         return self._is_abandoned or self._has_failed
 
     def _call(self, doing: str, run: Callable[[], None]) -> BaseException | None:
-        return self._thread.wait(self._thread.submit(doing, lambda: None if self._is_over else run()))
+        def call() -> None:
+            if not self._is_over:
+                with self._naming(doing):
+                    run()
 
-    def _ask[T](self, doing: str, ask: Callable[[], T]) -> T:
-        """Asks the sink; raises its error as a `WeightSyncError` that names the sink and the call."""
+        return self._thread.wait(self._thread.submit(doing, call))
+
+    @contextlib.contextmanager
+    def _naming(self, doing: str) -> Iterator[None]:
+        """Raises an error of the sink as a `WeightSyncError` that names the sink and the call."""
         try:
-            return ask()
+            yield
         except Exception as problem:
             raise WeightSyncError(
                 f"weight update: {self._thread.name} failed in {doing}",
@@ -179,7 +186,8 @@ class BucketSender:
         self._has_failed = True
         start = time.perf_counter()
         _refuse_infinite(bucket)
-        self._ask(bucket.bucket.label, lambda: self._sink.receive(bucket))
+        with self._naming(bucket.bucket.label):
+            self._sink.receive(bucket)
         self.checksums |= (
             dict.fromkeys(entry.name for entry in bucket.bucket.entries)
             if self._dtypes is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.gpus import last_line
 from moerl.launch.checks.inputs import Note, all_of
+from moerl.processes.host import run_command
 
 SRUN_SECONDS = 30.0
 PYXIS_OPTION = "--container-image"
@@ -24,10 +24,10 @@ _HELP = ("srun", "--help")
 def has_pyxis(command: Sequence[str] = _HELP) -> bool | str:
     """Returns whether srun has the options of pyxis; a text if srun is not here or does not say it."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SRUN_SECONDS)
+        done = run_command(command, SRUN_SECONDS)
     except FileNotFoundError:
         return "no srun on this machine"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return f"srun: {error}"
     if done.returncode != 0:
         return f"srun ended with {done.returncode}: {last_line(done.stdout + done.stderr)}"

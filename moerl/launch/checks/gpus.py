@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from moerl.processes.host import run_command
 
 SMI_SECONDS = 30.0
 _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits")
@@ -32,10 +33,10 @@ class Gpu:
 def query_gpus(command: Sequence[str] = _QUERY) -> list[Gpu] | str:
     """Returns the GPUs that the driver's tool lists, none if there are neither tool nor driver; a text if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
+        done = run_command(command, SMI_SECONDS)
     except FileNotFoundError:
         return f"{_DEVICE} is there, and no nvidia-smi" if _DEVICE.exists() else []
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return f"nvidia-smi: {error}"
     if done.returncode != 0:
         return f"nvidia-smi ended with {done.returncode}: {last_line(done.stdout + done.stderr)}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moerl.launch.checks.gpus import Gpu, last_line
 from moerl.launch.checks.outcome import Check, green
+from moerl.processes.host import run_command
 
 AREA = "accelerators"
 TORCH_SECONDS = 300.0
@@ -62,10 +62,8 @@ def accelerator_checks(gpus: Sequence[Gpu] | str, torch: Torch | str, installed:
 def ask_torch(python: str = sys.executable) -> Torch | str:
     """Returns torch as a process of `python` sees it; a text if it cannot be imported."""
     try:
-        done = subprocess.run(
-            [python, "-W", "ignore", "-c", _PROBE], capture_output=True, text=True, timeout=TORCH_SECONDS, cwd="/"
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run_command([python, "-W", "ignore", "-c", _PROBE], TORCH_SECONDS, folder="/")
+    except OSError as error:
         return str(error)
     try:
         return Torch(**json.loads(done.stdout))

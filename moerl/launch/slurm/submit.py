@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from moerl.contract.files import atomic_file, writing
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch.slurm.attempts import FOLDER
 from moerl.launch.slurm.script import JobSettings
+from moerl.processes.host import run_command
 from moerl.reading import read_json
 
 COMMAND_SECONDS = 120.0
@@ -85,8 +85,8 @@ def _check_slurm() -> None:
 
 def _ask(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
+        done = run_command(command, COMMAND_SECONDS)
+    except TimeoutError as error:
         raise MoerlError(
             f"{command[0]} did not answer",
             seen=f"nothing within {COMMAND_SECONDS:g} s",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from moerl.processes.host import Process, end, start_logged
 
 _PROGRAM = """
 import sys
@@ -79,23 +80,16 @@ class LocalHost:
 
     def __init__(self, jobs: int, program: Sequence[str] = LOCAL_PROGRAM) -> None:
         self._jobs, self._program = jobs, program
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Process] = {}
 
     @property
     def slots(self) -> int:
         return self._jobs
 
     def start(self, job: SweepJob) -> None:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as output:
-            self._processes[job.name] = subprocess.Popen(
-                [*self._program, str(os.getpid()), *job.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C comes here alone, and is passed on.
-                start_new_session=True,
-            )
+        command = [*self._program, str(os.getpid()), *job.arguments]
+        # Ctrl-C comes here alone, and `stop` passes it on.
+        self._processes[job.name] = start_logged(command, job.log, is_spared=False)
 
     def ended(self) -> list[Ended]:
         found = [Ended(name, status) for name, each in self._processes.items() if (status := each.poll()) is not None]
@@ -111,5 +105,5 @@ class LocalHost:
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
-            process.wait()
+            end(process)
         self._processes.clear()

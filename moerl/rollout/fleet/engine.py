@@ -30,7 +30,6 @@ from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
-from moerl.rollout.fleet.receivers import Receivers
 from moerl.rollout.fleet.replica import Replica, State
 from moerl.rollout.fleet.request_loop import Call, RequestLoop
 from moerl.rollout.fleet.sender import Sender
@@ -79,8 +78,7 @@ class FleetEngine:
         workers = ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
         self._loop.call(lambda: asyncio.get_running_loop().set_default_executor(workers))
         weight_set = WeightSet(options.tied, keeps_copy=options.keeps_copy)
-        receivers = Receivers(self._open_channel, together=True)
-        sender = Sender(weight_set, receivers, options.bucket_bytes)
+        sender = Sender(weight_set, self._open_channel, options.bucket_bytes, together=True)
         self._updates = Updates(options.tied, LocalSender(sender, options.bucket_bytes))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.

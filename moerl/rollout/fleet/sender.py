@@ -5,48 +5,72 @@ Runs in an event loop, one call at a time: the engine's own, or in a trainer ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from moerl.contract.commands import Target
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
-from moerl.rollout.fleet.backend import Bucket
-from moerl.rollout.fleet.receivers import Receivers
+from moerl.rollout.fleet.backend import Bucket, WeightChannel, WeightGroup
 from moerl.rollout.fleet.weight_set import WeightSet
 
 
 class Sender:
-    """A sender of a part of every set, or of all of it.
+    """A sender of a part of every set, or of all of it. A server that fails gets no more buckets; it comes back under
+    another key.
 
     Args:
         weight_set: keeps the tensors of a set while it is sent.
-        receivers: servers that they go to.
+        open_channel: raises WeightSyncError if a server was lost meanwhile.
         bucket_bytes: what is kept is sent in buckets of up to this size; a tensor that is larger is sent alone.
+        together: servers may pass buckets on to one another. False if other senders send to them at the same time: a
+            server takes one bucket at a time, and two buckets that servers pass on would wait for each other.
 
     Attributes:
         weight_set: takes the buckets of the set that was begun, in any one thread, and returns them for `send`.
     """
 
-    def __init__(self, weight_set: WeightSet, receivers: Receivers, bucket_bytes: int) -> None:
-        self.weight_set, self._receivers, self._bucket_bytes = weight_set, receivers, bucket_bytes
+    def __init__(
+        self,
+        weight_set: WeightSet,
+        open_channel: Callable[[Target], WeightChannel],
+        bucket_bytes: int,
+        *,
+        together: bool,
+    ) -> None:
+        self.weight_set, self._bucket_bytes = weight_set, bucket_bytes
         self._num_sent = 0
         self._taken: dict[str, Tensor | None] = {}
         self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
+        self._open_channel, self._together = open_channel, together
+        self._channels: dict[str, WeightChannel] = {}
+        self._groups: dict[str, WeightGroup] = {}
+        self._failed: dict[str, str] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         """Starts a set, which goes to these servers and to no others; one that was never taken is forgotten."""
         self.weight_set.begin(update)
-        self._num_sent, self._taken = 0, {}
-        self._receivers.failed()
-        self._receivers.replace(targets)
+        self._num_sent, self._taken, self._failed = 0, {}, {}
+        for key in self._channels.keys() - {target.key for target in targets}:
+            # Nobody waits for it: the server may be gone.
+            leaving = asyncio.create_task(_leave(self._forget(key)))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+        self._open(targets)
 
     async def send(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
         """Sends a bucket of `weight_set` or of `held` to these servers, or to those of `begin` if None. `failed` names
         servers that fail."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
-        await self._receivers.send(bucket, number, None if targets is None else {target.key for target in targets})
+        keys = self._channels.keys() if targets is None else {target.key for target in targets}
+        members: dict[str, dict[str, WeightChannel]] = {}
+        for key, channel in self._channels.items():
+            if key in keys:
+                members.setdefault(channel.network if self._together else key, {})[key] = channel
+        await asyncio.gather(*(self._send(name, channels, bucket, number) for name, channels in members.items()))
 
     def take(self, version: int) -> Collection[str]:
         """Closes the set; returns the names of the tensors in it. Raises as `WeightSet.part`."""
@@ -65,7 +89,7 @@ class Sender:
             WeightSyncError: it is of another version, or no copy is kept.
         """
         self.weight_set.drop()
-        self._receivers.failed()
+        self._failed = {}
         held_version, tensors = self._held
         if held_version != version:
             raise WeightSyncError(
@@ -82,18 +106,74 @@ class Sender:
                 expected="more than one server, or servers that the run starts itself",
                 remedy="resume the run from its last checkpoint",
             )
-        self._receivers.add(targets)
+        self._open(targets)
         self._num_sent = 0
         return list(buckets(kept.items(), self._bucket_bytes))
 
     def failed(self) -> dict[str, str]:
         """Returns the servers that have failed since the last call, by key, and why."""
-        return self._receivers.failed()
+        failed, self._failed = self._failed, {}
+        return failed
 
     async def close(self) -> None:
-        """Leaves the servers."""
+        """Leaves the servers, which keep running."""
         self.weight_set.drop()
-        await self._receivers.close()
+        channels = [self._forget(key) for key in list(self._channels)]
+        for group in self._groups.values():
+            group.leave()
+        self._groups = {}
+        await asyncio.gather(*(_leave(channel) for channel in channels), *self._leaving)
+
+    def _open(self, targets: Iterable[Target]) -> None:
+        """Opens channels to servers that have none yet."""
+        for target in targets:
+            if target.key in self._channels:
+                continue
+            try:
+                self._channels[target.key] = self._open_channel(target)
+            except (WeightSyncError, OSError) as error:
+                self._failed[target.key] = str(error)
+
+    async def _send(self, name: str, channels: dict[str, WeightChannel], bucket: Bucket, number: int) -> None:
+        if name not in self._groups:
+            self._groups[name] = next(iter(channels.values())).new_group()
+        try:
+            errors = await self._groups[name].send(bucket, channels, number)
+        except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of addresses
+            failed = WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
+            errors = dict.fromkeys(channels, failed)
+        for key, error in errors.items():
+            self._failed[key] = str(error)
+            if key in self._channels:  # not left meanwhile
+                await self._forget(key).abandon()
+
+    def _forget(self, key: str) -> WeightChannel:
+        if not self._together and key in self._groups:
+            self._groups.pop(key).leave()
+        return self._channels.pop(key)
+
+
+async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> WeightSyncError | None:
+    """Runs a step of a weight update on one server, or on a channel to one; returns why it failed, None if it did
+    not."""
+    if on is None:
+        return WeightSyncError("weight update: the server was lost meanwhile")
+    try:
+        await step(on)
+    except WeightSyncError as error:
+        return error
+    except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of a client closed meanwhile
+        return WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
+    return None
+
+
+async def _close(channel: WeightChannel) -> None:
+    await channel.close()
+
+
+async def _leave(channel: WeightChannel) -> None:
+    """Leaves a server. Ignores errors: a server without an answer is gone, or will notice."""
+    await attempt(_close, channel)
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from moerl.contract.commands import Target
 from moerl.contract.weight_update import WeightUpdate
 from moerl.rollout.fleet.backend import Bucket, WeightChannel
-from moerl.rollout.fleet.receivers import Receivers
 from moerl.rollout.fleet.sender import Sender
 from moerl.rollout.fleet.weight_set import WeightSet
 
@@ -26,7 +24,7 @@ class ServersSink:
         open_channel: of the servers' backend.
         bucket_bytes: as of `Sender`.
         keeps_copy: as in `EngineOptions`.
-        together: as of `Receivers`.
+        together: as of `Sender`.
 
     Attributes:
         targets: the servers that the next update goes to.
@@ -41,8 +39,9 @@ class ServersSink:
         together: bool,
     ) -> None:
         weight_set = WeightSet({}, keeps_copy=keeps_copy)
-        self._sender = Sender(weight_set, Receivers(open_channel, together=together), bucket_bytes)
+        self._sender = Sender(weight_set, open_channel, bucket_bytes, together=together)
         self._loop, self._version = asyncio.new_event_loop(), -1
+        self._run = self._loop.run_until_complete
         self.targets: Sequence[Target] = ()
 
     def begin_update(self, update: WeightUpdate) -> None:
@@ -80,6 +79,3 @@ class ServersSink:
         """Leaves the servers, which keep running."""
         self._run(self._sender.close())
         self._loop.close()
-
-    def _run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)

@@ -16,8 +16,8 @@ from moerl.contract.commands import Target
 from moerl.contract.weight_update import WeightUpdate, require_open, require_whole
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
-from moerl.rollout.fleet.receivers import attempt
 from moerl.rollout.fleet.replica import Replica
+from moerl.rollout.fleet.sender import attempt
 from moerl.rollout.fleet.senders import AllSenders, LocalSender, Part
 from moerl.rollout.weight_difference import weight_difference
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -100,8 +101,14 @@ class Broadcast:
         left, is_sent = dict(receivers), False
         while left and not is_sent:
             problems = await self._form(left, number)
-            if not problems:
-                problems, is_sent = await self._push(bucket, flat, left, number)
+            if self._group is not None:
+                group = self._group
+                takes = [receiver.take(bucket, number) for receiver in left.values()]
+                outcomes = await self._side_by_side([in_thread(partial(group.push, flat)), *takes])
+                out, is_sent = to_blame(outcomes, group.owner)
+                problems = self._problems(out, left, outcomes, f"bucket {number}")
+                if not is_sent:
+                    self.leave()
             failed |= problems
             left = {key: receiver for key, receiver in left.items() if key not in problems}
         return failed
@@ -131,19 +138,6 @@ class Broadcast:
             if outcome is not None and not (group.has_come(i) and _NO_GROUP in str(outcome))
         ]
         return self._problems(out or range(len(receivers)), receivers, outcomes, f"group of bucket {number}")
-
-    async def _push(
-        self, bucket: Sequence[tuple[str, Tensor]], flat: Tensor, receivers: Mapping[str, Receiver], number: int
-    ) -> tuple[dict[str, WeightSyncError], bool]:
-        """Sends a bucket to the group; returns the receivers that failed, and whether all others have the bucket."""
-        group = self._group
-        assert group is not None
-        takes = [receiver.take(bucket, number) for receiver in receivers.values()]
-        outcomes = await self._side_by_side([in_thread(lambda: group.push(flat)), *takes])
-        out, is_sent = to_blame(outcomes, group.owner)
-        if not is_sent:
-            self.leave()
-        return self._problems(out, receivers, outcomes, f"bucket {number}"), is_sent
 
     async def _side_by_side(self, calls: Sequence[Awaitable[None]]) -> list[Exception | None]:
         """Runs calls side by side; returns the error of each, None for success, and `NoAnswer` for a call that did not

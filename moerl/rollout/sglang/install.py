@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from moerl.errors import EngineError
-from moerl.processes.spared import start_spared
+from moerl.processes.host import run_command
 from moerl.rollout.sglang.patches import (
     DEFAULT_RELEASE,
     apply_patches,
@@ -133,7 +131,7 @@ def site_packages(environment: Path) -> Path:
             remedy=f"moerl sglang install --env {environment}",
         )
     # A run asks, too, when it starts its servers.
-    return Path(_run([str(python), "-I", "-c", _SITE], "find its packages", start_spared).strip())
+    return Path(_run([str(python), "-I", "-c", _SITE], "find its packages", is_spared=True).strip())
 
 
 def server_arguments(environment: Path) -> dict[str, str]:
@@ -144,7 +142,7 @@ def server_arguments(environment: Path) -> dict[str, str]:
         EngineError: SGLang cannot be imported there.
     """
     python = str(python_of(environment))
-    said = _run([python, "-I", "-W", "ignore", "-c", _ARGUMENTS], "list SGLang's arguments", start_spared)
+    said = _run([python, "-I", "-W", "ignore", "-c", _ARGUMENTS], "list SGLang's arguments", is_spared=True)
     return json.loads(said.splitlines()[-1])
 
 
@@ -163,8 +161,8 @@ def find_python(named: str | None, version: str = DEFAULT_RELEASE) -> str:
     for candidate in [named] if named else _candidates(suitable):
         try:
             probe = [candidate, "-I", "-c", _PROBE]
-            major, minor = json.loads(subprocess.run(probe, capture_output=True, check=True).stdout)
-        except (OSError, subprocess.CalledProcessError, ValueError):
+            major, minor = json.loads(run_command(probe).stdout)
+        except (OSError, ValueError):
             continue
         if f"python{major}.{minor}" in suitable:
             return os.path.abspath(shutil.which(candidate) or candidate)
@@ -231,16 +229,11 @@ def _is_complete(environment: Path, device: str, version: str) -> bool:
     return True
 
 
-def _run(command: Sequence[str], purpose: str, start: Callable[..., Any] = subprocess.Popen) -> str:
+def _run(command: Sequence[str], purpose: str, *, is_spared: bool = False) -> str:
     """Returns what a command writes to its standard output."""
     try:
         # Elsewhere: `python -m` looks for modules in the current directory first.
-        with start(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/") as process:
-            try:
-                output, said = (part.decode(errors="replace") for part in process.communicate())
-            except BaseException:  # an interrupt, too, leaves nothing running
-                process.kill()
-                raise
+        done = run_command(command, is_spared=is_spared, folder="/")
     except OSError as error:
         raise EngineError(
             f"SGLang environment: could not {purpose}",
@@ -248,11 +241,11 @@ def _run(command: Sequence[str], purpose: str, start: Callable[..., Any] = subpr
             expected="a program that runs",
             remedy="install into a fresh folder: moerl sglang install --env DIR",
         ) from error
-    if process.returncode != 0:
+    if done.returncode != 0:
         raise EngineError(
             f"SGLang environment: could not {purpose}",
-            seen=(said or output).strip()[-1500:],
+            seen=(done.stderr or done.stdout).strip()[-1500:],
             expected="status 0",
             remedy="read the message; run the same command again when it is solved",
         )
-    return output
+    return done.stdout

@@ -8,13 +8,10 @@ machine. It dies with its manager, however that ends (Linux).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +26,7 @@ from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
 from moerl.http.client import HttpClient, NoAnswerError, Request
 from moerl.machine.server_environment import server_environment
-from moerl.processes.spared import start_spared
+from moerl.processes.host import end_group, start_logged
 from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
@@ -46,7 +43,7 @@ _PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in us
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
 # Python 3.10 knows no other way to leave the current directory off the import path. Signals that are blocked by now
-# (`start_spared`) stay ignored, whatever handlers the server wants: its processes inherit that.
+# (`moerl.processes.host`) stay ignored, whatever handlers the server wants: its processes inherit that.
 _BOOT = """
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -137,18 +134,16 @@ class SGLangServer:
         with atomic_file(folder / OPTIONS_FILE, mode=0o600) as temporary:
             temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))
         command = [str(python_of(options.environment)), "-c", _BOOT, str(os.getpid())]
-        with self.log.open("ab") as output:
-            self.log.chmod(0o600)
-            self._log_start = output.tell()
-            self._process = start_spared(
-                [*command, "--config", str(folder / OPTIONS_FILE)],
-                env=_environment(options, folder),
-                # Its sockets in the file system, which take pickles, are the owner's alone, too.
-                umask=0o077,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.log.touch()
+        self.log.chmod(0o600)
+        self._log_start = self.log.stat().st_size
+        self._process = start_logged(
+            [*command, "--config", str(folder / OPTIONS_FILE)],
+            self.log,
+            env=_environment(options, folder),
+            # Its sockets in the file system, which take pickles, are the owner's alone, too.
+            umask=0o077,
+        )
         self.endpoint = Endpoint(f"http://{host}:{port}", *keys, pid=self._process.pid)
         write_endpoint(self.endpoint, folder / ENDPOINT_FILE)
 
@@ -182,9 +177,7 @@ class SGLangServer:
 
     def stop(self) -> None:
         """Kills the server and all its processes: there is nothing of theirs to be kept. Twice does no harm."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_group(self._process)
         discard(self.folder / ENDPOINT_FILE)
         _remove_rendezvous(self.folder)
 

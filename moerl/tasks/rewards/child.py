@@ -1,6 +1,6 @@
 """The process of a user's reward function, seen from the controller: its pipes, its time limit, and its end.
 
-`moerl.tasks.rewards.guard` stands between the two: it ends the function and all that it has started, also when the
+`moerl.processes.guard` stands between the two: it ends the function and all that it has started, also when the
 controller is killed. A limited number of the lines that the function prints is shown. Runs in the controller.
 """
 
@@ -11,31 +11,25 @@ import json
 import os
 import re
 import secrets
-import select
 import selectors
 import signal
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from moerl.processes.spared import SparedProcess, start_spared
+from moerl.processes.host import EXIT_SECONDS, PIPE, end_guarded, start_guarded, wait_for
 from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 MAX_REPLY_BYTES = 65_536
 """Longest reply for one response."""
 
-EXIT_SECONDS = 5.0
-"""Longest time that the guard has to end everything."""
-
 DUMP_SECONDS = 5.0
 """Longest time that a process that hangs has to name the line it is at; usually it needs milliseconds."""
 
-_GUARD = Path(__file__).with_name("guard.py")
 _WORKER = Path(__file__).with_name("worker.py")
 _READ_BYTES = 65_536
 _DUMP_ENDS = (b"in <module>\n", b"\n  ...\n")
@@ -45,40 +39,6 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 
 Frame = tuple[str, int, str]
 """File, line and function."""
-
-
-def start_guarded(command: Sequence[str], memory_bytes: int, status: int, **options: Any) -> SparedProcess:
-    """Starts a command between two guards (`moerl.tasks.rewards.guard`); returns the first guard.
-
-    Args:
-        command: begins with the path of a program.
-        memory_bytes: most memory of each of its processes.
-        status: descriptor of a pipe that gets the process ids of second guard and command; the command has it, too.
-        options: those of `subprocess.Popen`. Everything ends if nobody holds the other end of `stdin`.
-    """
-    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(status), str(memory_bytes)]
-    return start_spared([*guard, *command], pass_fds=[status], **options)
-
-
-def end_guarded(process: SparedProcess, status: Callable[[], bytes]) -> None:
-    """Ends a command that `start_guarded` started, and all that it has started, and waits for that.
-
-    status: returns all that the pipe got.
-    """
-    process.send_signal(signal.SIGUSR2)
-    try:
-        code = process.wait(EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    if code < 0:
-        # Perhaps something killed a guard: the other one ends all, or nobody is left to end the command's group.
-        guard, _, command = status().partition(b"\n")[0].partition(b" ")
-        if guard.isdigit():
-            _wait_for(int(guard))
-        if command.isdigit():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(command), signal.SIGKILL)
 
 
 class ChildLostError(Exception):
@@ -140,9 +100,9 @@ class RewardChild:
             worker,
             memory_bytes,
             theirs,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             bufsize=0,
             cwd=folder,
         )
@@ -248,9 +208,7 @@ class RewardChild:
         return self._lost("time limit passed; its process was killed", late=True)
 
     def _ended(self) -> ChildLostError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_SECONDS)
-        code = self._process.returncode
+        code = wait_for(self._process, EXIT_SECONDS)
         if code is None:
             return self._lost("it closed the pipe of its replies; its process was killed")
         if code == OUT_OF_MEMORY:
@@ -280,12 +238,6 @@ def where(frames: Sequence[Frame]) -> str:
         return ""
     own = next((frame for frame in ours if not frame[0].startswith(("<", *_LIBRARIES))), ours[-1])
     return _place(own) + ("" if own == ours[0] else f", below it {_place(ours[0])}")
-
-
-def _wait_for(pid: int) -> None:
-    """Waits until a process has ended that is no child of this one, `EXIT_SECONDS` at most."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
-        select.select([process], [], [], EXIT_SECONDS)
 
 
 def _place(frame: Frame) -> str:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.errors import ending
-from moerl.processes.spared import start_spared
+from moerl.processes.host import end_group, start_spared, wait_for
 from moerl.tasks.rewards.sandbox import outcomes
 from moerl.tasks.rewards.sandbox.limits import MAX_FILE_BYTES
 
@@ -193,14 +191,10 @@ def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int)
         )
         os.close(theirs)
         try:
-            returned: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            returned = None
+            returned = wait_for(process, seconds)
         finally:
             # Neither the program nor its tests can leave their group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
         return returned, begun.read(1) == b"1"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moerl.errors import RewardError
-from moerl.tasks.rewards.child import EXIT_SECONDS
+from moerl.processes.host import EXIT_SECONDS
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
 
 Rewards = dict[str, float]

@@ -2,7 +2,7 @@
 `environments`).
 
     event loop of the episodes   speaks with the server over a socket
-    guard, guard                 `moerl.tasks.rewards.guard`: ends the server and all that it has started
+    guard, guard                 `moerl.processes.guard`: ends the server and all that it has started
     server                       has the other end of the socket as standard input and output
 
 Everything ends with the context, also if its episode is cancelled; with the socket, also if nobody runs the end of the
@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from moerl.contract.episodes import Message, in_thread
 from moerl.errors import ConfigError, EpisodeError, note_later, undoing
-from moerl.tasks.rewards.child import end_guarded, start_guarded
+from moerl.processes.host import end_guarded, start_guarded
 from moerl.tasks.tools.loop import Tool, ToolCallError
 from moerl.telemetry.terminal import excerpt
 

@@ -6,7 +6,6 @@ error ends the process, and so does the end of the controller.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import belong_to_parent
+from moerl.processes.parent import connected
 from moerl.telemetry.trackers.mlflow_tracker import MlflowTracker
 from moerl.telemetry.trackers.tracker import Opening, Tracker
 from moerl.telemetry.trackers.trackio_tracker import TrackioTracker
@@ -26,10 +25,8 @@ MAKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": Mlf
 
 
 def main() -> int:
-    belong_to_parent()
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a library that is compiled for the first time
-    with socket.socket(fileno=int(sys.argv[2])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        # Without a controller there is nobody to tell.
+    with connected(sys.argv[2]) as connection:
         return serve(connection, MAKERS[sys.argv[1]])
     return 0
 

@@ -21,7 +21,7 @@ WITH_TORCH = {
 WITHOUT_TORCH = {
     "moerl.launch.checks.listed",
     *("moerl.launch.slurm.attempts", "moerl.launch.slurm.sweeps", "moerl.ranks.on_ray.nodes"),
-    *("moerl.tasks.rewards.guard", "moerl.tasks.rewards.worker"),
+    *("moerl.processes.guard", "moerl.tasks.rewards.worker"),
     *("moerl.telemetry.metrics", "moerl.telemetry.trackers.process"),
 }
 WITH_TRANSFORMERS_ALONE = {"moerl.orchestration.template_worker"}

@@ -1,4 +1,5 @@
-"""Stop signals to all processes of a run end none of its children, from their first instruction on."""
+"""One module starts processes, and stop signals to all of a run end none of its children, from their first instruction
+on."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from tiny_moe import write_model
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
+from moerl.launch.sweeps.hosts import Ended, LocalHost, SweepJob
 from moerl.orchestration.templates import Templates
 from moerl.processes.child import Child
-from moerl.processes.spared import STOP_SIGNALS, start_spared
+from moerl.processes.host import PIPE, end_guarded, run_command, start_guarded, start_spared
+from moerl.processes.spared import STOP_SIGNALS
 from moerl.ranks.child import PROGRAM
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import CloseEngine, encode
@@ -32,23 +35,18 @@ from moerl.telemetry.terminal import ShownLines
 
 # --- where children are started -------------------------------------------------------------------------------------
 
-NOT_SPARED = {
-    "processes/spared.py": "start_spared itself",
+BY_OTHER_MEANS = {
+    "processes/host.py": "the one place",
+    "processes/guard.py": "the fork of a guard, which is spared, before it becomes its command",
     "ranks/on_ray/cluster.py": "a cluster of the run's own, within `sparing`",
     "ranks/on_ray/nodes.py": "a look at a cluster that is there",
-    "launch/checks/containers.py": "asks SLURM for its plugin before a job is submitted",
-    "launch/checks/gpus.py": "asks the driver for GPUs before a run starts",
-    "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
-    "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
-    "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
-    "rollout/sglang/install.py": "commands of an installation; the one that a run waits for, too, is spared",
     "tasks/rewards/sandbox/start.py": "the fork of a sandbox, which is spared, before it becomes the program",
-    "tasks/rewards/guard.py": "the fork of a guard, which is spared, before it becomes its worker",
 }
 """Files that start processes by other means, and why they may."""
 
 STARTS = {
     *(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output", "getoutput")),
+    *("subprocess.getstatusoutput", "multiprocessing.pool.Pool", "multiprocessing.Manager"),
     *(f"os.{name}" for name in ("fork", "forkpty", "system", "popen", "posix_spawn", "posix_spawnp", "spawnv")),
     *(f"os.{name}" for name in ("execv", "execve", "execvp", "execvpe", "execl", "execlp")),
     *("multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.get_context", "pty.spawn"),
@@ -63,8 +61,8 @@ STARTS = {
 }
 
 
-def test_every_process_is_started_so_that_stop_signals_spare_it_or_says_why_not() -> None:
-    assert places_of(STARTS) == NOT_SPARED.keys()
+def test_one_module_starts_processes_but_for_forks_of_sandbox_and_guard_and_the_processes_of_ray() -> None:
+    assert places_of(STARTS) == BY_OTHER_MEANS.keys()
 
 
 @pytest.mark.parametrize(
@@ -108,27 +106,37 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
 # --- each kind of child ---------------------------------------------------------------------------------------------
 
 KINDS: dict[str, str | tuple[str, ...]] = {
-    "orchestration/templates.py": "test_a_process_of_chat_templates_is_spared",
     "processes/child.py": (
+        "test_a_process_of_chat_templates_is_spared",
         *("test_a_rank_is_spared", "test_an_engine_of_its_own_is_spared", "test_a_tracker_is_spared"),
         "test_a_model_that_scores_is_spared",
     ),
+    "launch/checks/containers.py": "test_a_command_is_spared",
+    "launch/checks/gpus.py": "test_a_command_is_spared",
+    "launch/doctor/accelerators.py": "test_a_command_is_spared",
+    "launch/slurm/submit.py": "test_a_command_is_spared",
+    "launch/sweeps/hosts.py": "test_a_run_of_a_sweep_takes_stop_signals_itself",
     "rollout/sglang/install.py": "test_the_question_for_packages_of_an_environment_is_spared",
     "rollout/sglang/server.py": "test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets",
     "tasks/rewards/child.py": "test_a_reward_is_spared_and_what_it_starts_is_not",
     "tasks/rewards/code.py": "test_a_program_that_is_scored_is_spared",
+    "tasks/tools/mcp_server.py": "test_a_guarded_command_is_spared",
 }
 """Files that start children, and the tests below of the programs that these are."""
 
 
 def test_every_kind_of_child_has_its_test() -> None:
-    assert places_of({"moerl.processes.spared.start_spared"}) == KINDS.keys()
+    starts = ("start_spared", "start_logged", "start_guarded", "run_command")
+    assert places_of({f"moerl.processes.host.{name}" for name in starts}) == KINDS.keys()
     # Ray's own processes: `tests/ray/test_clusters.py`.
-    assert places_of({"moerl.processes.spared.sparing"}) == {"ranks/on_ray/cluster.py"}
+    assert places_of({"moerl.processes.spared.sparing"}) == {"processes/host.py", "ranks/on_ray/cluster.py"}
     tests = [name for names in KINDS.values() for name in ([names] if isinstance(names, str) else names)]
     assert {*tests} <= globals().keys()
-    # Each program of a `Child` is one of the four.
-    programs = {"ranks/child.py", "rollout/beside/local.py", "scorers/model.py", "telemetry/trackers/sink.py"}
+    # Each program of a `Child` is one of these.
+    programs = {
+        *("orchestration/templates.py", "ranks/child.py", "rollout/beside/local.py", "scorers/model.py"),
+        "telemetry/trackers/sink.py",
+    }
     assert places_of({"moerl.processes.child.module_program"}) == programs
 
 
@@ -231,6 +239,40 @@ def test_a_program_that_is_scored_is_spared() -> None:
     with signals_to_children():
         done = run_program("import time\ntime.sleep(1)\nprint('done')", "", 30.0, 1 << 30)
     assert (done.outcome, done.output) == ("passed", "done\n")
+
+
+def test_a_command_is_spared() -> None:
+    with signals_to_children():
+        done = run_command([sys.executable, "-c", "import time; time.sleep(1); print('done')"], 30.0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_a_command_that_takes_too_long_is_killed_with_an_error_that_names_it() -> None:
+    with pytest.raises(TimeoutError, match=r"sleep has not ended after 0\.1 s"):
+        run_command(["sleep", "600"], 0.1)
+    assert not [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+
+
+def test_a_guarded_command_is_spared() -> None:
+    told, status = os.pipe()
+    with signals_to_children(), open(told, "rb") as said:
+        process = start_guarded(["/bin/sleep", "600"], 1 << 30, status, stdin=PIPE)
+        os.close(status)
+        command = int(said.readline().split()[1])
+        eventually(lambda: Path(f"/proc/{command}/comm").read_text() == "sleep\n")
+        assert signals_of(command, "SigBlk") >= {*STOP_SIGNALS}
+        end_guarded(process, lambda: b"")
+    assert not is_alive(command)
+
+
+def test_a_run_of_a_sweep_takes_stop_signals_itself(tmp_path: Path) -> None:
+    host = LocalHost(1, ["sh", "-c", "sleep 600"])
+    host.start(SweepJob("one", [], tmp_path / "log"))
+    host.stop(signal.SIGTERM)
+    found = list[Ended]()
+    eventually(lambda: bool(found.extend(host.ended()) or found))
+    assert found == [Ended("one", -signal.SIGTERM)]
+    host.close()
 
 
 def test_the_question_for_packages_of_an_environment_is_spared(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,16 +16,15 @@ from moerl.contract.commands import Close, Reply, decode_command, encode
 from moerl.contract.failure import Failure
 from moerl.errors import CheckpointError, UnprovedError
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import belong_to_parent
+from moerl.processes.parent import connected
 
 
 def main() -> None:
-    belong_to_parent()
     rank = os.environ["RANK"]
     parts = json.loads(Path("fake.json").read_text())
-    Path(f"pid-{rank}").write_text(str(os.getpid()))
-    Path(f"env-{rank}").write_text(json.dumps(dict(os.environ)))
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with connected(sys.argv[1]) as connection:
+        Path(f"pid-{rank}").write_text(str(os.getpid()))
+        Path(f"env-{rank}").write_text(json.dumps(dict(os.environ)))
         while True:
             message, frame = receive(connection)
             command = decode_command(message)

@@ -7,11 +7,13 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import pytest
+from full_updates import full
 
 from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket
-from moerl.rollout.fleet.receivers import Receivers
+from moerl.rollout.fleet.sender import Sender
+from moerl.rollout.fleet.weight_set import WeightSet
 
 BUCKET: Bucket = [("a", None)]
 
@@ -50,7 +52,7 @@ class Channel:
 
 
 class Made:
-    """Groups that receivers made, and servers that they closed or abandoned."""
+    """Groups that a sender made, and servers that it closed or abandoned."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -58,8 +60,8 @@ class Made:
         self.abandoned: list[str] = []
         self.fails: set[str] | Exception = set()
 
-    def receivers(self, *, together: bool = True) -> Receivers:
-        return Receivers(lambda target: Channel(self, target), together=together)
+    def sender(self, *, together: bool = True) -> Sender:
+        return Sender(WeightSet({}), lambda target: Channel(self, target), 1 << 20, together=together)
 
 
 @pytest.fixture
@@ -77,11 +79,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def test_servers_of_one_network_are_sent_to_together(made: Made):
     async def update() -> None:
-        receivers = made.receivers()
-        receivers.replace(targets(a="x", b="x", c="y"))
-        await receivers.send(BUCKET, 0)
-        await receivers.send(BUCKET, 1)
-        await receivers.close()
+        sender = made.sender()
+        await sender.begin(full(0, {}), targets(a="x", b="x", c="y"))
+        await sender.send(BUCKET)
+        await sender.send(BUCKET)
+        await sender.close()
 
     run(update())
     assert [group.sent for group in made.groups] == [[["a", "b"]] * 2, [["c"]] * 2]
@@ -91,12 +93,12 @@ def test_servers_of_one_network_are_sent_to_together(made: Made):
 
 def test_each_is_sent_to_alone_where_other_senders_send_to_it_too(made: Made):
     async def update() -> None:
-        receivers = made.receivers(together=False)
-        receivers.replace(targets(a="x", b="x"))
-        await receivers.send(BUCKET, 0)
-        receivers.replace(targets(b="x"))
-        await receivers.send(BUCKET, 1)
-        await receivers.close()
+        sender = made.sender(together=False)
+        await sender.begin(full(0, {}), targets(a="x", b="x"))
+        await sender.send(BUCKET)
+        await sender.begin(full(0, {}), targets(b="x"))
+        await sender.send(BUCKET)
+        await sender.close()
 
     run(update())
     assert [group.sent for group in made.groups] == [[["a"]], [["b"], ["b"]]]
@@ -107,12 +109,12 @@ def test_a_server_that_fails_is_left_and_named_and_gets_no_more(made: Made):
     made.fails = {"a"}
 
     async def update() -> None:
-        receivers = made.receivers()
-        receivers.replace(targets(a="x", b="x"))
-        await receivers.send(BUCKET, 0)
-        assert receivers.failed().keys() == {"a"}
-        await receivers.send(BUCKET, 1)
-        assert receivers.failed() == {}
+        sender = made.sender()
+        await sender.begin(full(0, {}), targets(a="x", b="x"))
+        await sender.send(BUCKET)
+        assert sender.failed().keys() == {"a"}
+        await sender.send(BUCKET)
+        assert sender.failed() == {}
 
     run(update())
     assert made.groups[0].sent == [["a", "b"], ["b"]]
@@ -124,9 +126,9 @@ def test_servers_that_no_group_can_be_made_with_have_failed(error: Exception, ma
     made.fails = error
 
     async def update() -> None:
-        receivers = made.receivers()
-        receivers.replace(targets(a="x"))
-        await receivers.send(BUCKET, 0)
-        assert str(error) in receivers.failed()["a"]
+        sender = made.sender()
+        await sender.begin(full(0, {}), targets(a="x"))
+        await sender.send(BUCKET)
+        assert str(error) in sender.failed()["a"]
 
     run(update())

@@ -1,5 +1,5 @@
 """Guard of one command, a reward or an MCP server: ends all of it, the command, what it started, and what that started.
-Started by `moerl.tasks.rewards.child` as a script, so it imports the standard library alone.
+Started by `moerl.processes.host` as a script, so it imports the standard library alone.
 
     guard.py PARENT STATUS MEMORY COMMAND...
 
