@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from moerl.config.schema import RunConfig
+from collections.abc import Iterable
+
+from moerl.config.rollouts import RolloutConfig
+from moerl.config.schema import EvaluationConfig, RLConfig, SftConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
 
 
-def check_problems(config: RunConfig, task: Task, command: str) -> None:
-    """Raises `ConfigError` if the task has fewer problems than `command` asks of it; the remedy lists all keys."""
-    lacking = [
-        (key, count, split, task.size(split))
-        for key, split, count in wanted_problems(config, command)
-        if count > task.size(split)
-    ]
+def check_problems(task: Task, wanted: Iterable[tuple[str, str, int]]) -> None:
+    """Raises `ConfigError` if the task has fewer problems than are `wanted` of it; the remedy lists all keys."""
+    lacking = [(key, count, split, task.size(split)) for key, split, count in wanted if count > task.size(split)]
     if not lacking:
         return
     key, count, split, size = lacking[0]
@@ -26,16 +25,18 @@ def check_problems(config: RunConfig, task: Task, command: str) -> None:
     )
 
 
-def wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
+def wanted_problems(
+    command: str, rl: RLConfig, sft: SftConfig, evaluation: EvaluationConfig, rollout: RolloutConfig
+) -> list[tuple[str, str, int]]:
     """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine no
     problem is sampled or measured."""
-    evaluation, wanted = config.evaluation, []
-    if command in ("train", "rollout") and config.has_engine:
-        wanted.append(("rl.prompts_per_step", "train", config.rl.prompts_per_step))
-    if command in ("train", "sft") and config.sft.steps > 0:
-        wanted.append(("sft.num_examples", "train", config.sft.num_examples))
-    if command == "train" and config.has_engine:
+    wanted = list[tuple[str, str, int]]()
+    if command in ("train", "rollout") and rollout.has_engine:
+        wanted.append(("rl.prompts_per_step", "train", rl.prompts_per_step))
+    if command in ("train", "sft") and sft.steps > 0:
+        wanted.append(("sft.num_examples", "train", sft.num_examples))
+    if command == "train" and rollout.has_engine:
         wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
-    if command != "rollout" and config.has_engine:
+    if command != "rollout" and rollout.has_engine:
         wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
     return wanted

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moerl.buffer.journal import Journal
-from moerl.config.checks import describe_model
-from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub_model import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.problems import check_problems
+from moerl.config.problems import check_problems, wanted_problems
+from moerl.config.ranks import RankConfig
+from moerl.config.run_memory import check_shared_device
 from moerl.config.schema import RunConfig
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
@@ -88,13 +88,13 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
 def _train(run: Run, model_path: Path) -> None:
     config = run.config
     with ExitStack() as stack:
-        process: MakeProcess = partial(engine_process, config)
+        process: MakeProcess = partial(engine_process, RankConfig.of(config))
         if config.sft.steps > 0:
             process = stack.enter_context(begun_early(config, process))
             # In RL a checkpoint replaces all weights of the cold start but those of a reference model.
             for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
             model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
-        if not config.has_engine:
+        if not config.rollout.has_engine:
             _train_from_dumps(run, model_path)
             return
         scoring = stack.enter_context(closing(open_scorers(config, run.tokenizer)))
@@ -141,7 +141,8 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:
     """Opens the engine by `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
-    return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
+    launcher = partial(server_launcher, run.config.launch, run.config.rollout)
+    return open_engine(run.config, model, version, run.reporter.say, launcher, process)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
@@ -159,7 +160,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
     def measure() -> Evaluation:
         with closing(
-            _open_engine(run, replace(run.model, folder=output), 0, partial(engine_process, config))
+            _open_engine(run, replace(run.model, folder=output), 0, partial(engine_process, RankConfig.of(config)))
         ) as engine:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
@@ -240,8 +241,9 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _check_device(config)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
-        with open_trainer(config, reporter.within, lock) as trainer:
-            place_rewards(config, task)
+        runs_ahead = config.buffer.max_staleness > 0
+        with open_trainer(RankConfig.of(config), reporter.within, lock, runs_ahead=runs_ahead) as trainer:
+            place_rewards(config.launch, task)
             if to_build is not None:
                 build_model(*to_build, config.seed, model_path)
             if config.model.path is None:
@@ -258,7 +260,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
 def _check_device(config: RunConfig) -> None:
     """Raises `ConfigError` if the first rank and an embedded engine do not fit on the first GPU of this machine."""
     if torch.cuda.is_available():
-        check_shared_device(config, describe_model(config), torch.cuda.get_device_properties(0).total_memory)
+        check_shared_device(config, torch.cuda.get_device_properties(0).total_memory)
 
 
 def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
@@ -272,7 +274,8 @@ def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, 
     tokenizer = read_tokenizer(model_path)
     model = read_model(model_path).with_vocabulary(num_ids(tokenizer))
     write_prompts(task, tokenizer, config.task, reporter.say)
-    check_problems(config, task, command)
+    wanted = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
+    check_problems(task, wanted)
     check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
 
 

@@ -64,8 +64,8 @@ class DumpSource:
         self._path, self._sampling = config.rollout.path, sampling_params(config.rollout, seed=0)
         self.limits, self.metrics = config.queue_limits(), dict[str, float]()
         self._survey = survey(self._path, model, load_torch, say)
-        check_fits(self._survey, config, model)
-        self._batches = batches(self._survey, config)
+        check_fits(self._survey, model, config.rl, config.trainer, config.algorithm, config.quarantine)
+        self._batches = batches(self._survey, config.rl.prompts_per_step)
         self._done, self.ledger, self._lengths = 0, Ledger(), Lengths()
         self._rollouts: Iterator[DumpedRollout] = iter(())
         self._batch: list[tuple[int, int, int]] = []

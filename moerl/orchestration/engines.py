@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.config.placement import controller_address
+from moerl.config.ranks import RankConfig
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
@@ -137,7 +138,7 @@ def _embedded(
         dtype=rollout.dtype,
         spec=model.spec,
         max_running=rollout.max_running,
-        num_threads=engine_threads(config),
+        num_threads=engine_threads(RankConfig.of(config)),
         version=version,
         record_steps=rollout.record_steps,
     )

@@ -10,6 +10,7 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -
     for row in before:
         reporter.say(f"changed earlier, {row.time}: {row}")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, change_note(each, config)) for each in changes]
+    note = partial(change_note, optimizer=config.optimizer, of_sft=config.sft.optimizer)
+    rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, note(each)) for each in changes]
     for row in rows:
         reporter.say(f"changed: {row}")
     if rows:

@@ -46,7 +46,7 @@ def check_prompts(
 def _prompts(config: RunConfig, task: Task, command: str) -> Iterable[Prompt]:
     """Yields the prompts that a command samples responses to; for a training run all training prompts, which it reaches
     given enough steps."""
-    for key, split, count in wanted_problems(config, command):
+    for key, split, count in wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout):
         if key != "sft.num_examples":
             whole_split = command == "train" and split == "train"
             yield from _with_work(task, task.prompts(split, task.size(split) if whole_split else count), split)

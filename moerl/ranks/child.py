@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.config.threads import rank_threads
 from moerl.machine.torch_start import tf32_variables
 from moerl.processes.child import module_program
@@ -14,7 +14,7 @@ from moerl.processes.child import module_program
 PROGRAM = module_program("moerl.ranks.process")
 
 
-def rank_variables(config: RunConfig) -> dict[str, str]:
+def rank_variables(config: RankConfig) -> dict[str, str]:
     """Returns the variables of a rank's process that follow from the configuration."""
     return {"OMP_NUM_THREADS": str(rank_threads(config, "sft")), **tf32_variables(config.trainer.tf32)}
 

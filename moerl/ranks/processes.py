@@ -13,7 +13,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.files import discard
 from moerl.contract.ports import PolicyEngine
@@ -50,7 +50,7 @@ class Processes:
         lock: descriptor that ranks inherit, so that they hold the lock of the run directory, too; None for none.
     """
 
-    def __init__(self, config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None) -> None:
+    def __init__(self, config: RankConfig, watch: Callable[[int, int], None], lock: int | None = None) -> None:
         self._watch, self._seconds = watch, config.trainer.command_seconds
         self._has_ended = False
         self._meeting = new_rendezvous(config.run_dir)
@@ -178,7 +178,7 @@ class Processes:
         remove_empty_folders([rank.child.log for rank in self._ranks])
 
 
-def _environment(config: RunConfig, rank: int) -> dict[str, str]:
+def _environment(config: RankConfig, rank: int) -> dict[str, str]:
     return {
         **child_environment(),
         **interface_variables("127.0.0.1"),

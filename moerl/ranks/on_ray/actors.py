@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
@@ -101,7 +101,7 @@ class Actors:
         watch: called when a microbatch of rank 0 begins, with the number of those before it and of all in the pass.
     """
 
-    def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
+    def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
         self._watch, self._seconds = watch, config.trainer.command_seconds
         size, self._has_ended = config.parallel.world_size, False
         self._logs = [log_of(config.run_dir, rank) for rank in range(size)]
@@ -140,7 +140,7 @@ class Actors:
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
-    def _start(self, config: RunConfig) -> None:
+    def _start(self, config: RankConfig) -> None:
         for rank, answer in zip(self._ranks, self._call("facts", START_SECONDS), strict=True):
             rank.facts = msgspec.json.decode(answer, type=NodeFacts)
             _check_node(rank.rank, rank.facts)
@@ -161,7 +161,7 @@ class Actors:
         node_id = rank.facts.node_id
         return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
 
-    def _place(self, rank: _Rank, config: RunConfig) -> RankProcessSettings:
+    def _place(self, rank: _Rank, config: RankConfig) -> RankProcessSettings:
         size = len(self._ranks)
         local = 0 if has_gpus() else self._beside(rank).index(rank)
         environment = {
