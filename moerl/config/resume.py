@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moerl.config.reference import children, sections
+from moerl.config.schema import OptimizerConfig
 from moerl.errors import ConfigError
+from moerl.sections import Section
 from moerl.tasks.registry import TASK_SECTIONS
-
-if TYPE_CHECKING:
-    from moerl.config.schema import OptimizerConfig
-    from moerl.sections import Section
 
 _LOSS = "the loss would change in the middle of a run"
 _SAMPLES = "what is sampled would change in the middle of a run"

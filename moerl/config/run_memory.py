@@ -393,7 +393,7 @@ def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     )
 
 
-def fits_with(config: RunConfig, dims: ParallelDims, machine: Machine) -> bool:
+def fits_with(config: RunConfig, machine: Machine, dims: ParallelDims) -> bool:
     """Returns whether GPUs would hold another layout of a run."""
     parallel = config.parallel.model_copy(update=asdict(dims))
     return gpu_problem(config.model_copy(update={"parallel": parallel}), machine) is None

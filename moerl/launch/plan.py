@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -61,25 +62,14 @@ def plan_memory(facts: Facts) -> int:
                 f"does not fit: {check.seen}; expected: {check.expected}; remedy: {check.remedy}", markup=False
             )
     if any(check.level == "red" and check.name == "memory of GPUs" for check in found):
-        near = _nearest_layouts(facts, machine)
+        fits = partial(fits_with, config, machine)
+        near = nearest_layouts(dims, sizes, layout_load(config), world_size=dims.world_size, accept=fits)
         for other in near:
             gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
             console.print(f"  a rank of {gib:.1f} GiB fits: {as_overrides(other, dims)}")
         if not near:
             console.print(f"  no layout of {dims.world_size} devices fits: {_ways_out(config.model, config.trainer)}")
     return 1 if any(check.level == "red" for check in found) else 0
-
-
-def _nearest_layouts(facts: Facts, machine: Machine) -> list[ParallelDims]:
-    """Returns layouts of as many devices that fit."""
-    config, dims = facts.config, facts.config.parallel.dims
-    return nearest_layouts(
-        dims,
-        describe_model(config.model),
-        layout_load(config),
-        world_size=dims.world_size,
-        accept=lambda other: fits_with(config, other, machine),
-    )
 
 
 def _ways_out(model: ModelConfig, trainer: TrainerConfig) -> str:

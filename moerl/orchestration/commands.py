@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moerl.buffer.journal import Journal
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.hub_model import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.problems import check_problems, wanted_problems
 from moerl.config.ranks import RankConfig
 from moerl.config.run_memory import check_shared_device
 from moerl.config.schema import RunConfig
@@ -241,8 +241,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _check_device(config)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
-        runs_ahead = config.buffer.max_staleness > 0
-        with open_trainer(RankConfig.of(config), reporter.within, lock, runs_ahead=runs_ahead) as trainer:
+        with open_trainer(RankConfig.of(config), reporter.within, lock) as trainer:
             place_rewards(config.launch, task)
             if to_build is not None:
                 build_model(*to_build, config.seed, model_path)

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.config.placement import controller_address
-from moerl.config.ranks import RankConfig
+from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, ending, undoing

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moerl.config.problems import wanted_problems
+from moerl.config.checks import wanted_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask

@@ -1,4 +1,4 @@
-"""Checks of a rank's device and node, and notes for the user about the device. Runs in every trainer rank."""
+"""Checks of a rank's node, and notes for the user about the device. Runs in every trainer rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ from moerl.errors import ConfigError
 from moerl.machine.torch_start import has_tf32
 from moerl.models.description import CONFIG_FILE
 from moerl.trainer import platform
-
-
-def check_device(trainer: TrainerConfig) -> None:
-    """Raises `ConfigError` if the configuration asks for something that the device of this rank cannot do."""
-    if not platform.can_share_prompts():
-        trainer.check_for_gpus()
 
 
 def shares_prompts(trainer: TrainerConfig) -> bool:

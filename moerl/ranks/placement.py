@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
-from moerl.config.ranks import RankConfig
+from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import RolloutConfig
 from moerl.config.schema import LaunchConfig
-from moerl.config.threads import engine_threads
 from moerl.contract.ports import Task
 from moerl.errors import closing
 from moerl.ranks.group import TrainerGroup
@@ -26,7 +25,7 @@ from moerl.tasks.data.task import RowsTask
 
 @contextmanager
 def open_trainer(
-    config: RankConfig, watch: Callable[[int, int], None], lock: int | None = None, *, runs_ahead: bool
+    config: RankConfig, watch: Callable[[int, int], None], lock: int | None = None
 ) -> Iterator[TrainerGroup]:
     """Opens the trainer of a run, and closes it after the block. One rank is in this process; several ranks, or one
     that trains while groups are sampled, are processes of this machine; on Ray all are actors.
@@ -34,12 +33,11 @@ def open_trainer(
     Args:
         watch: called when a microbatch begins, with the number of those before it and of all in the pass.
         lock: descriptor of the lock of the run directory; ranks on this machine inherit it.
-        runs_ahead: groups are sampled while ranks train.
 
     Raises:
         CheckpointError: the checkpoint in flight at the end could not be written.
     """
-    with closing(TrainerGroup(config, _place(config, watch, lock, runs_ahead=runs_ahead))) as trainer:
+    with closing(TrainerGroup(config, _place(config, watch, lock))) as trainer:
         yield trainer
 
 
@@ -86,7 +84,7 @@ def place_rewards(launch: LaunchConfig, task: Task) -> None:
         task.place_rewards(RewardHosts(task.num_reward_processes).child)
 
 
-def _place(config: RankConfig, watch: Callable[[int, int], None], lock: int | None, *, runs_ahead: bool) -> Ranks:
+def _place(config: RankConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:
     if config.launch.on == "ray":
         # Imported here: Ray is an extra, and reads its variables as it is imported.
         set_ray_variables(config.launch)
@@ -94,6 +92,6 @@ def _place(config: RankConfig, watch: Callable[[int, int], None], lock: int | No
 
         return Actors(config, watch)
     # While the ranks train, the controller collects samples: in one process each would wait for the interpreter.
-    if config.parallel.world_size > 1 or runs_ahead:
+    if config.parallel.world_size > 1 or config.buffer.max_staleness > 0:
         return Processes(config, watch, lock)
     return InProcess(config, watch)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from moerl.config.ranks import RankConfig
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.threads import rank_threads
 from moerl.contract.commands import Start
 from moerl.errors import ConfigError
 from moerl.ranks.libraries import quiet_libraries

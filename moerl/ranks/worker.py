@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.algorithms.agreement import STATISTICS
-from moerl.config.ranks import RankConfig
-from moerl.config.threads import rank_threads
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
 from moerl.contract.commands import (
@@ -51,7 +50,7 @@ from moerl.contract.ports import PolicyEngine
 from moerl.contract.trainer import PassReport, Stage
 from moerl.errors import UnprovedError
 from moerl.models.description import read_model
-from moerl.ranks.devices import check_device, device_notes, model_on_this_node, shares_prompts
+from moerl.ranks.devices import device_notes, model_on_this_node, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import WeightSync
 from moerl.trainer import platform, profiling
@@ -108,7 +107,8 @@ class Worker:
     """
 
     def __init__(self, config: RankConfig, layout: RankCoordinates, watch: Callable[[int, int], None]) -> None:
-        check_device(config.trainer)
+        if not platform.can_share_prompts():
+            config.trainer.check_for_gpus()
         self._config, self._layout, self._watch = config, layout, watch
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
         self._saver = Saver(self._store)

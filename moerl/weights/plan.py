@@ -17,16 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from moerl.config.schema import WeightsConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.weights.manifest import Owners, PublishedTensor, WeightManifest
 from moerl.weights.shards import Piece, shard_pieces
 from moerl.weights.tensors import FLOAT32_BYTES
-
-if TYPE_CHECKING:
-    from moerl.config.schema import WeightsConfig
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.architecture import describe_model
-from moerl.config.checks import check_command, check_model_fits, check_run
+from moerl.config.checks import check_command, check_model_fits, check_problems, check_run, wanted_problems
 from moerl.config.hub_model import hub_model, prepare_model
-from moerl.config.problems import check_problems, wanted_problems
 from moerl.config.rollouts import DumpsRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.diagnostics.dumps.opening import needs_torch
 from moerl.diagnostics.dumps.survey import batches, check_fits, survey

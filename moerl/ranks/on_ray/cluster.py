@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moerl.config.placement import forget_token
-from moerl.config.ranks import RankConfig
-from moerl.config.threads import cluster_cpus, rank_threads
+from moerl.config.ranks import RankConfig, cluster_cpus, rank_threads
 from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.processes.spared import sparing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util

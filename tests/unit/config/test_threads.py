@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.load import load_config
-from moerl.config.ranks import RankConfig
-from moerl.config.threads import engine_threads, rank_threads
+from moerl.config.ranks import RankConfig, engine_threads, rank_threads
 
 BESIDE, TWO = "rollout.placement=beside", "parallel.expert=2"
 

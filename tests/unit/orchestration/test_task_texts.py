@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from moerl.cli import COMMANDS
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.load import load_config
-from moerl.config.problems import check_problems, wanted_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError

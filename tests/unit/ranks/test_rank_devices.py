@@ -81,6 +81,12 @@ def test_ranks_in_processes_of_their_own_have_the_precision_in_their_environment
     assert _environment(config_of(), 0)[TF32] == "0"
 
 
+@pytest.mark.parametrize("key", ["rollout=sglang", "algorithm=gspo", "trainer.megatron={use_cpu_initialization: true}"])
+def test_ranks_in_other_processes_read_the_configuration_as_it_was(key: str) -> None:
+    config = config_of(key)
+    assert RankConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_what_a_rank_notes_is_said_once() -> None:
     class Ranks:
         def ask(self, command: Build, frames: object) -> list[Reply]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moerl import cli
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.load import load_config
-from moerl.config.problems import check_problems, wanted_problems
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, closing
 from moerl.launch.checks.facts import Facts
