@@ -139,9 +139,8 @@ def _run(command: str, options: argparse.Namespace) -> int:
 def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> int | tuple[RunConfig, bool, int]:
     """Prepares a run; a stop signal may end this anywhere. Returns its configuration, whether it is resumed, and the
     lock of its directory, which the stack releases; the exit status if there is nothing to run."""
-    from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
-    from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
+    from moerl.config.load import load_config, refuse_taken_run_dir, resolve_auto, split_resume
     from moerl.config.recipes import recipe_text
 
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
@@ -155,7 +154,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     if not resume:
         refuse_taken_run_dir(config)
         print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys), flush=True)
-    elif is_auto and resolved.goes_on_unchanged and is_finished(config):
+    elif is_auto and resolved.goes_on_unchanged and is_finished(config.run_dir):
         print(f"the run in {config.run_dir} is finished: nothing to do")
         return 0
     from moerl.config.placement import controller_address
@@ -188,11 +187,11 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
         status = STOPPED
     except BaseException as error:  # whatever ended the run
         with contextlib.suppress(OSError):  # the first error tells more
-            if not isinstance(error, ConfigError | CheckpointError) and can_go_on(config):
-                error.add_note(how_to_go_on(command, config))
+            if not isinstance(error, ConfigError | CheckpointError) and can_go_on(config.run_dir):
+                error.add_note(how_to_go_on(command, config.run_dir))
         raise
     if status == STOPPED:
-        print(how_to_go_on(command, config), file=sys.stderr)
+        print(how_to_go_on(command, config.run_dir), file=sys.stderr)
     return status
 
 
@@ -200,8 +199,9 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     """Prints a plan for `moerl train`; starts nothing."""
     from moerl.config.hub_model import say_model
     from moerl.config.load import load_plan
+    from moerl.launch.checks.facts import Facts
     from moerl.launch.plan import machine_of_plan, plan_memory
-    from moerl.launch.plan_weights import GB, plan_weights
+    from moerl.launch.plan_weights import GB, PlannedUpdate
     from moerl.weights.estimate import Bandwidths
 
     config = load_plan(options.overrides, config_dir=options.config_dir)
@@ -210,12 +210,11 @@ def _plan(command: str, options: argparse.Namespace) -> int:
         return 0
     say_model(config.model)
     if command == PLAN_MEMORY:
-        return plan_memory(config, machine_of_plan(options))
+        return plan_memory(Facts("plan", config, machine_of_plan(options)))
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
     if command == PLAN_WEIGHTS:
-        return plan_weights(config, bandwidths)
-    from moerl.launch.calibration import Device
-    from moerl.launch.plan_run import Workload, plan_run
+        return PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()
+    from moerl.launch.plan_run import Device, Workload, plan_run
 
     device = Device(options.tflops, options.memory_gb_per_second, options.mfu, options.gpu_memory_gib)
     workload = Workload(
@@ -257,7 +256,7 @@ def _export(arguments: list[str]) -> int:
         print(_short_help("moerl export RUN_DIR [--step N] --output DIR", EXPORT, parser))
         return 0
     options = parser.parse_args(arguments)
-    from moerl.config.paths import check_export
+    from moerl.config.load import check_export
 
     run_dir, output = options.run_dir.resolve(), options.output.resolve()
     check_export(run_dir, output)

@@ -2,12 +2,13 @@
 
 Files up to 400 lines everywhere; in `moerl/` and `scripts/` functions up to 60 lines and 6 parameters (`self` and `cls`
 do not count; a kernel of Triton takes each pointer and size by itself, and any number of them). Exceptions stand in
-`EXCEPTIONS`, each with its reason.
+`EXCEPTIONS`, each with its reason. In `moerl/` few files name the configuration of a whole run.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
 FOLDERS = ("moerl", "scripts", "bench", "tests")
 WITH_FUNCTIONS = ("moerl/", "scripts/")
+
+WHOLE_CONFIG, MAX_WHOLE_CONFIG = "RunConfig", 23
+"""Class of the whole configuration, and the number of files that may name it: all others take sections of it."""
 
 EXCEPTIONS: dict[str, str] = {}
 """By path or ``path:function``."""
@@ -45,8 +49,20 @@ def _num_parameters(function: Function) -> int:
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
+def whole_configs(root: Path) -> Iterator[str]:
+    """Yields one line if too many files name the whole configuration."""
+    files = sorted((root / "moerl").rglob("*.py"))
+    named = [file for file in files if re.search(rf"\b{WHOLE_CONFIG}\b", file.read_text(encoding="utf-8"))]
+    if len(named) > MAX_WHOLE_CONFIG:
+        places = ", ".join(file.relative_to(root).as_posix() for file in named)
+        yield (
+            f"{len(named)} files name {WHOLE_CONFIG}, at most {MAX_WHOLE_CONFIG}: let the new one take the sections"
+            f" that it reads; they are {places}"
+        )
+
+
 def problems(root: Path) -> list[str]:
-    """Returns what is over a cap without an exception, and exceptions that are no longer needed."""
+    """Returns what is over a cap without an exception, exceptions that are no longer needed, and `whole_configs`."""
     files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
     found = [
         excess
@@ -55,7 +71,8 @@ def problems(root: Path) -> list[str]:
     ]
     unneeded = sorted(set(EXCEPTIONS) - {where for where, _ in found})
     over = [f"{where}: {what}" for where, what in found if where not in EXCEPTIONS]
-    return over + [f"{where}: no longer over a cap; remove its exception" for where in unneeded]
+    over += [f"{where}: no longer over a cap; remove its exception" for where in unneeded]
+    return [*over, *whole_configs(root)]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A model to build, as the Hugging Face config that it will have. Pure; any process."""
+"""The section `model`: its rules, its description, and the Hugging Face config of a model to build. Any process."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from moerl.config.schema import ArchitectureConfig
-from moerl.models.description import ModelDescription, describe
+from moerl.config.schema import ArchitectureConfig, ModelConfig
+from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription, describe, read_model
 
 
 def architecture_config(architecture: ArchitectureConfig, *, vocab_size: int) -> dict[str, Any]:
@@ -35,3 +36,60 @@ def architecture_config(architecture: ArchitectureConfig, *, vocab_size: int) ->
 def describe_architecture(architecture: ArchitectureConfig) -> ModelDescription:
     """Describes the model, with the largest vocabulary that it may have."""
     return describe(architecture_config(architecture, vocab_size=architecture.vocab_size), "model.architecture")
+
+
+def describe_model(model: ModelConfig) -> ModelDescription:
+    """Describes the model to build, or that of the directory to start from. Raises `ConfigError` as `read_model`."""
+    if model.architecture is not None:
+        return describe_architecture(model.architecture)
+    assert model.path is not None
+    return read_model(model.path)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Checks the rules between the keys of the section. Raises `ConfigError` at the first that is broken."""
+    if (model.path is None) == (model.architecture is None):
+        raise ConfigError(
+            "model.path and model.architecture: one of them must be given",
+            seen="neither" if model.path is None else "both",
+            expected="one; the other null",
+            remedy="use model=pretrained model.path=DIR to start from a directory, or model=laptop to build one",
+        )
+    if (model.hub is None) != (model.commit is None) or (model.hub is not None and model.path is None):
+        raise ConfigError(
+            "model.hub and model.commit: set by a run, both together and with the directory",
+            seen=f"model.hub = {model.hub}, model.commit = {model.commit}, model.path = {model.path}",
+            expected="none of them, or all as a run stored them",
+            remedy="give a model of the hub as model.path=OWNER/NAME or model.path=OWNER/NAME@REVISION",
+        )
+    if model.path is not None and model.tokenizer is not None:
+        raise ConfigError(
+            "model.tokenizer: the model of model.path has one",
+            seen=model.tokenizer,
+            expected="null, or a model to build (model.architecture)",
+            remedy="leave model.tokenizer away; a changed tokenizer goes into the directory of the model",
+        )
+    architecture = model.architecture
+    if architecture is None:
+        return
+    if architecture.experts_per_token > architecture.num_experts:
+        raise ConfigError(
+            "model.architecture.experts_per_token: more than there are experts",
+            seen=architecture.experts_per_token,
+            expected=f"<= model.architecture.num_experts = {architecture.num_experts}",
+            remedy="lower experts_per_token or raise num_experts",
+        )
+    if architecture.num_attention_heads % architecture.num_key_value_heads:
+        raise ConfigError(
+            "model.architecture.num_attention_heads: not a multiple of num_key_value_heads",
+            seen=architecture.num_attention_heads,
+            expected=f"a multiple of {architecture.num_key_value_heads}",
+            remedy="change one of the two",
+        )
+    if architecture.head_dim % 2:
+        raise ConfigError(
+            "model.architecture.head_dim: rotary embeddings need an even width",
+            seen=architecture.head_dim,
+            expected="an even number",
+            remedy=f"set model.architecture.head_dim={architecture.head_dim + 1}",
+        )

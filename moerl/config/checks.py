@@ -6,20 +6,21 @@ names the dotted path, the value seen, the value expected and the remedy.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
 
-from moerl.config.architecture import describe_architecture
+from moerl.config.architecture import check_model, describe_architecture, describe_model
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
-from moerl.config.rollout_checks import check_rollout
-from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.schema import RunConfig
+from moerl.config.rollout_checks import check_buffer, check_dumps, check_precision, check_scores
+from moerl.config.rollouts import RolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import EvaluationConfig, RLConfig, RunConfig, SftConfig
 from moerl.config.server_layout import check_experts_of_server
 from moerl.config.trackers import check_trackers
+from moerl.contract.ports import Task
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 from moerl.machine.layouts import LayoutLoad, layout_problems, propose
-from moerl.machine.memory import total_parameters
+from moerl.machine.memory import host_bytes, total_parameters
 from moerl.machine.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.models.description import ModelDescription, read_model
 
@@ -31,19 +32,23 @@ LARGE_MODEL_PARAMETERS, LARGE_MODEL_MAX_LR = 10**9, 1e-5
 
 def check_run(config: RunConfig) -> None:
     """Checks the rules that hold for every command. Raises `ConfigError` at the first that is broken."""
-    _check_model(config)
+    check_model(config.model)
     _check_lengths(config)
     _check_stages(config)
     if config.model.architecture is None:
         _check_layout(config, None)
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
-    check_rollout(config)
+    config.queue_limits()
+    check_buffer(config.buffer, config.rollout)
+    check_precision(config.rollout)
+    check_dumps(config.command, config.rollout, config.rl)
+    check_scores(config.command, config.rollout, config.algorithm, config.scorers)
     _check_colocated(config)
     check_experts_of_server(config.rollout, None)
     _check_weights(config)
     _check_metrics(config)
-    check_passed_on(config)
+    check_passed_on(config.trainer, config.rollout)
     config.trainer.check(steps=config.rl.steps, is_colocated=config.rollout.is_colocated)
     check_placement(config.launch)
     config.task.check(sft_steps=config.sft.steps)
@@ -79,22 +84,11 @@ def check_command(config: RunConfig, command: str, *, looks_at_packages: bool = 
     _check_own_tokenizer(config)
     config.task.check_files()
     if command in ("train", "rollout"):
-        vocab_size = None if config.model.path is None else describe_model(config).vocab_size
+        vocab_size = None if config.model.path is None else describe_model(config.model).vocab_size
         for name, scorer in config.scorers.items():
             scorer.check_files(f"scorers.{name}", vocab_size)
     if command == "train":
         config.algorithm.check(group_size=config.rl.trained_size, minibatches=config.rl.minibatches)
-
-
-def check_for_gpus(config: RunConfig) -> None:
-    """Checks what holds if the trainer is on GPUs. Raises `ConfigError`."""
-    if config.trainer.share_prompts is True:
-        raise ConfigError(
-            "trainer.share_prompts: prompts cannot be shared on a GPU, whose attention is Transformer Engine's",
-            seen="true",
-            expected="auto or false",
-            remedy="set trainer.share_prompts=auto",
-        )
 
 
 def check_model_fits(config: RunConfig) -> None:
@@ -108,7 +102,7 @@ def _check_room_to_build(config: RunConfig) -> None:
     if config.model.architecture is None:
         return
     needed = 4 * total_parameters(describe_architecture(config.model.architecture))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_bytes()
     if needed > memory:
         raise ConfigError(
             "model.architecture: larger than the memory of this machine",
@@ -126,7 +120,7 @@ def _check_own_tokenizer(config: RunConfig) -> None:
 
 def config_notes(config: RunConfig) -> list[str]:
     """Returns notes for the user on a configuration that is allowed; one line each, to be printed and logged."""
-    notes = passed_on_notes(config)
+    notes = passed_on_notes(config.trainer, config.rollout)
     rollout = config.rollout
     cuts = rollout.top_p < 1.0 or rollout.min_p > 0.0 or rollout.top_k is not None
     if cuts and rollout.top_k is None:
@@ -146,55 +140,6 @@ def config_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def _check_model(config: RunConfig) -> None:
-    model = config.model
-    if (model.path is None) == (model.architecture is None):
-        raise ConfigError(
-            "model.path and model.architecture: one of them must be given",
-            seen="neither" if model.path is None else "both",
-            expected="one; the other null",
-            remedy="use model=pretrained model.path=DIR to start from a directory, or model=laptop to build one",
-        )
-    if (model.hub is None) != (model.commit is None) or (model.hub is not None and model.path is None):
-        raise ConfigError(
-            "model.hub and model.commit: set by a run, both together and with the directory",
-            seen=f"model.hub = {model.hub}, model.commit = {model.commit}, model.path = {model.path}",
-            expected="none of them, or all as a run stored them",
-            remedy="give a model of the hub as model.path=OWNER/NAME or model.path=OWNER/NAME@REVISION",
-        )
-    if model.path is not None and model.tokenizer is not None:
-        raise ConfigError(
-            "model.tokenizer: the model of model.path has one",
-            seen=model.tokenizer,
-            expected="null, or a model to build (model.architecture)",
-            remedy="leave model.tokenizer away; a changed tokenizer goes into the directory of the model",
-        )
-    architecture = model.architecture
-    if architecture is None:
-        return
-    if architecture.experts_per_token > architecture.num_experts:
-        raise ConfigError(
-            "model.architecture.experts_per_token: more than there are experts",
-            seen=architecture.experts_per_token,
-            expected=f"<= model.architecture.num_experts = {architecture.num_experts}",
-            remedy="lower experts_per_token or raise num_experts",
-        )
-    if architecture.num_attention_heads % architecture.num_key_value_heads:
-        raise ConfigError(
-            "model.architecture.num_attention_heads: not a multiple of num_key_value_heads",
-            seen=architecture.num_attention_heads,
-            expected=f"a multiple of {architecture.num_key_value_heads}",
-            remedy="change one of the two",
-        )
-    if architecture.head_dim % 2:
-        raise ConfigError(
-            "model.architecture.head_dim: rotary embeddings need an even width",
-            seen=architecture.head_dim,
-            expected="an even number",
-            remedy=f"set model.architecture.head_dim={architecture.head_dim + 1}",
-        )
-
-
 def _check_layout(config: RunConfig, sizes: ModelDescription | None) -> None:
     """Checks that Megatron can run the layout with this model and the work of a step. sizes: None = not known yet."""
     load = layout_load(config) if sizes is not None else None
@@ -212,14 +157,6 @@ def _check_layout(config: RunConfig, sizes: ModelDescription | None) -> None:
         expected=first.expected,
         remedy=remedy + (f" (also wrong: {', '.join(dict.fromkeys(others))})" if others else ""),
     )
-
-
-def describe_model(config: RunConfig) -> ModelDescription:
-    """Describes the model to build, or that of the directory to start from. Raises `ConfigError` as `read_model`."""
-    if config.model.architecture is not None:
-        return describe_architecture(config.model.architecture)
-    assert config.model.path is not None
-    return read_model(config.model.path)
 
 
 def layout_load(config: RunConfig) -> LayoutLoad:
@@ -380,3 +317,35 @@ def _check_reader(config: RunConfig, command: str) -> None:
             expected=1,
             remedy="add parallel=single",
         )
+
+
+def check_problems(task: Task, wanted: Iterable[tuple[str, str, int]]) -> None:
+    """Raises `ConfigError` if the task has fewer problems than are `wanted` of it; the remedy lists all keys."""
+    lacking = [(key, count, split, task.size(split)) for key, split, count in wanted if count > task.size(split)]
+    if not lacking:
+        return
+    key, count, split, size = lacking[0]
+    settings = " ".join(f"{key}={size}" for key, _, _, size in lacking)
+    raise ConfigError(
+        f"{key}: the task has fewer problems",
+        seen=count,
+        expected=f"at most {size}, the problems of its {split} split",
+        remedy="give the task more problems" + (f", or add {settings}" if all(each[3] for each in lacking) else ""),
+    )
+
+
+def wanted_problems(
+    command: str, rl: RLConfig, sft: SftConfig, evaluation: EvaluationConfig, rollout: RolloutConfig
+) -> list[tuple[str, str, int]]:
+    """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine no
+    problem is sampled or measured."""
+    wanted = list[tuple[str, str, int]]()
+    if command in ("train", "rollout") and rollout.has_engine:
+        wanted.append(("rl.prompts_per_step", "train", rl.prompts_per_step))
+    if command in ("train", "sft") and sft.steps > 0:
+        wanted.append(("sft.num_examples", "train", sft.num_examples))
+    if command == "train" and rollout.has_engine:
+        wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
+    if command != "rollout" and rollout.has_engine:
+        wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
+    return wanted

@@ -6,11 +6,11 @@ works. Prompts are not known yet; each slot is counted with room for `PROMPT_TOK
 
 from __future__ import annotations
 
-from moerl.config.needs import needs_of
-from moerl.config.rollouts import EmbeddedRolloutConfig
-from moerl.config.schema import RunConfig
+from collections.abc import Mapping
+
+from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig
 from moerl.errors import ConfigError
-from moerl.machine.memory import USABLE_SHARE, rank_memory, total_parameters
+from moerl.machine.memory import USABLE_SHARE, total_parameters
 from moerl.models.description import ModelDescription
 
 PROMPT_TOKENS = 128
@@ -22,11 +22,10 @@ LOGIT_BYTES = 24
 _GIB = 2**30
 
 
-def engine_bytes(config: RunConfig, sizes: ModelDescription) -> dict[str, int]:
+def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: bool) -> dict[str, int]:
     """Returns the memory of the embedded engine on a device by purpose; nothing for other engines, for one on another
     node of a Ray cluster, and for 8 bits, which are emulated on the CPU."""
-    rollout = config.rollout
-    if not isinstance(rollout, EmbeddedRolloutConfig) or config.launch.on == "ray" or rollout.dtype == "float8":
+    if not isinstance(rollout, EmbeddedRolloutConfig) or on_ray or rollout.dtype == "float8":
         return {}
     element = 4 if rollout.dtype == "float32" else 2
     weights, rows = total_parameters(sizes) * element, -(-rollout.max_running // 8) * 8
@@ -40,27 +39,21 @@ def engine_bytes(config: RunConfig, sizes: ModelDescription) -> dict[str, int]:
     }
 
 
-def check_shared_device(config: RunConfig, sizes: ModelDescription, device_bytes: int) -> None:
-    """Raises `ConfigError` if the first rank of the trainer and the embedded engine do not fit on one device.
+def shared_device_error(engine: Mapping[str, int], rank_bytes: int, device_bytes: float) -> ConfigError:
+    """Returns the error of an embedded engine that does not fit on its device.
 
     Args:
+        engine: memory by purpose, from `engine_bytes`.
+        rank_bytes: memory of the trainer rank on the same device; 0 = none.
         device_bytes: memory of the device.
     """
-    engine = engine_bytes(config, sizes)
-    if not engine:
-        return
-    has_trainer = config.command in ("train", "sft")
-    rank = rank_memory(sizes, config.parallel.dims, needs_of(config), 0).total_bytes if has_trainer else 0
-    total = rank + sum(engine.values())
-    usable = USABLE_SHARE * device_bytes
-    if total <= usable:
-        return
     parts = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in engine.items())
-    trainer = f"a trainer rank with {rank / _GIB:.1f} GiB and " if has_trainer else ""
-    ways = ["rollout.max_running", "rollout.max_new_tokens"] + ["trainer.microbatch_tokens"] * has_trainer
-    more = ", trainer.recompute=full, more devices (`moerl plan memory` shows layouts)" if has_trainer else ""
-    raise ConfigError(
-        "rollout: the embedded engine does not fit on its GPU" + (", together with the trainer" if has_trainer else ""),
+    trainer = f"a trainer rank with {rank_bytes / _GIB:.1f} GiB and " if rank_bytes else ""
+    ways = ["rollout.max_running", "rollout.max_new_tokens"] + ["trainer.microbatch_tokens"] * bool(rank_bytes)
+    more = ", trainer.recompute=full, more devices (`moerl plan memory` shows layouts)" if rank_bytes else ""
+    usable = USABLE_SHARE * device_bytes
+    return ConfigError(
+        "rollout: the embedded engine does not fit on its GPU" + (", together with the trainer" if rank_bytes else ""),
         seen=f"{trainer}an engine with {sum(engine.values()) / _GIB:.1f} GiB ({parts})",
         expected=f"at most {usable / _GIB:.1f} GiB together, {USABLE_SHARE:.0%} of {device_bytes / _GIB:.1f} GiB",
         remedy=f"lower {', '.join(ways)}{more}, or take servers on GPUs of their own: rollout=sglang",

@@ -1,7 +1,6 @@
 """The configuration of a command, loaded: composed (`moerl.config.compose`), validated once, checked.
 
-Torch-free. Runs in the command line, before anything else starts; ranks that a launcher started load the same
-configuration from the same arguments.
+Torch-free. Runs in the command line, before anything else starts.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,31 @@ from moerl.config.hub_model import with_hub_model
 from moerl.config.moved import as_of_today
 from moerl.config.passed_on import passed_on_notes
 from moerl.config.reference import COMMAND_KEY, is_known
-from moerl.config.resume import check_may_change
+from moerl.config.resume import changed_keys, check_may_change, reason_against
 from moerl.config.schema import ModelConfig, RunConfig
 from moerl.errors import ConfigError
 from moerl.sections import Section
 from moerl.tasks.registry import TASK_SECTIONS
 
 CONFIG_FILE = "config.yaml"
+AUTO = "resume=auto"
+"""Override that goes on with the run in `run_dir` if there is one, and starts it if there is none: a requeued job's
+command line is the one that started the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A command line without ``resume=auto``."""
+
+    overrides: list[str]
+    """Overrides in the order given; of a run that goes on ``resume=RUN_DIR`` first."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user: keys that keep the run's value although the recipe has another one."""
+
+    @property
+    def goes_on_unchanged(self) -> bool:
+        """True if a run goes on and no key changes."""
+        return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
 
 
 def load_config(
@@ -93,6 +111,57 @@ def split_resume(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(given[0]), rest
 
 
+def stored_run(overrides: Sequence[str]) -> RunConfig | None:
+    """Returns the configuration of the run that is in ``run_dir=DIR`` already; None if there is none. Raises
+    `ConfigError` if it cannot be read."""
+    given = [parse_override(text) for text in overrides if text.startswith("run_dir=")]
+    stored = Path(str(given[0].value)) / CONFIG_FILE if given else None
+    return load_resolved(stored) if stored is not None and stored.exists() else None
+
+
+def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
+    """Returns the overrides of a command line with ``resume=RUN_DIR``, or nothing, in place of ``resume=auto``.
+
+    Keys of the command line that are as the run has them are left away. The others stay, so that the rules of a run
+    that goes on apply to them.
+
+    Raises:
+        ConfigError: there is no `run_dir=`, or groups and recipe are those of another run.
+    """
+    if AUTO not in overrides or command not in ("train", "sft"):
+        return Resolved(list(overrides))
+    split_resume(overrides)
+    given = {parse_override(text).key: text for text in overrides if text != AUTO}
+    if "run_dir" not in given:
+        raise ConfigError(
+            f"{AUTO}: needs a run directory",
+            seen=" ".join(overrides),
+            expected="run_dir=DIR, which may or may not hold a run",
+            remedy="add run_dir=DIR",
+        )
+    rest = [text for text in overrides if text != AUTO]
+    before = stored_run(rest)
+    known = None if before is None else before.model
+    config = load_config(rest, command=command, config_dir=config_dir, known_model=known)
+    if before is None:
+        return Resolved(rest)
+    found = Resolved([f"resume={config.run_dir}"])
+    for change in changed_keys(before, config):
+        if change.key in ("run_dir", COMMAND_KEY):
+            continue
+        if change.key == "model.path" and config.model.hub is not None and config.model.commit == before.model.commit:
+            continue  # the same model of the hub, in another cache
+        if change.key in given:
+            found.overrides.append(given[change.key])
+        elif reason_against(change.key, command) is None:
+            stays, says = json.dumps(change.old), json.dumps(change.new)
+            found.notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
+        else:
+            text = f"{change.key}={json.dumps(change.new)}"
+            check_may_change(change.key, text, command, config.run_dir)
+    return found
+
+
 def refuse_taken_run_dir(config: RunConfig) -> None:
     """Raises `ConfigError` if `run_dir` already holds a run."""
     if (config.run_dir / CONFIG_FILE).exists():
@@ -107,7 +176,7 @@ def refuse_taken_run_dir(config: RunConfig) -> None:
 def dump_config(config: RunConfig) -> str:
     """Writes the resolved configuration as YAML; `load_resolved` reads it back to an equal `RunConfig`. Comments at the
     top name the settings that moerl does not check."""
-    notes = "".join(f"# {note}\n" for note in passed_on_notes(config))
+    notes = "".join(f"# {note}\n" for note in passed_on_notes(config.trainer, config.rollout))
     return notes + to_yaml(config.model_dump(mode="json"))
 
 
@@ -118,6 +187,16 @@ def load_resolved(path: Path) -> RunConfig:
         ConfigError: it cannot be read, or is not of this version.
     """
     return _validate(as_of_today(read_values(path)))
+
+
+def check_export(run_dir: Path, output: Path) -> RunConfig:
+    """Reads the configuration of the run to export. Raises `ConfigError` if it cannot be read, or `output` exists."""
+    config = load_resolved(run_dir / CONFIG_FILE)
+    if output.exists():
+        raise ConfigError(
+            "--output: exists already", seen=output, expected="a directory to be made", remedy="choose another name"
+        )
+    return config
 
 
 def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfig:

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN
-from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.schema import RunConfig
+from moerl.config.rollouts import RolloutConfig, SGLangRolloutConfig
+from moerl.config.training import TrainerConfig
 from moerl.errors import ConfigError
 
 SERVER_ARGS, MEGATRON = "rollout.server_args", "trainer.megatron"
@@ -79,26 +79,26 @@ SERVER_PREFIXES = {
 """Beginnings of the names of more such arguments, and why."""
 
 
-def passed_on(config: RunConfig) -> dict[str, Mapping[str, Any]]:
+def passed_on(trainer: TrainerConfig, rollout: RolloutConfig) -> dict[str, Mapping[str, Any]]:
     """Returns by key what a run passes on; keys that pass nothing on are left out."""
-    values = {MEGATRON: config.trainer.megatron}
-    if isinstance(config.rollout, SGLangRolloutConfig):
-        values[SERVER_ARGS] = config.rollout.server_args
+    values = {MEGATRON: trainer.megatron}
+    if isinstance(rollout, SGLangRolloutConfig):
+        values[SERVER_ARGS] = rollout.server_args
     return {key: passed for key, passed in values.items() if passed}
 
 
-def passed_on_notes(config: RunConfig) -> list[str]:
+def passed_on_notes(trainer: TrainerConfig, rollout: RolloutConfig) -> list[str]:
     """Returns a line for each key that passes something on."""
-    return [f"{key} = {json.dumps(passed)}: {NOT_CHECKED}" for key, passed in passed_on(config).items()]
+    return [f"{key} = {json.dumps(passed)}: {NOT_CHECKED}" for key, passed in passed_on(trainer, rollout).items()]
 
 
-def check_passed_on(config: RunConfig) -> None:
+def check_passed_on(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     """Checks the names of what a run passes on.
 
     Raises:
         ConfigError: moerl sets it, the model decides it, or Megatron has no such setting.
     """
-    passed = passed_on(config)
+    passed = passed_on(trainer, rollout)
     for name, value in passed.get(SERVER_ARGS, {}).items():
         _refuse_set(f"{SERVER_ARGS}.{name}", value, SERVER_KEYS.get(name), fixed_argument(name))
     for name, value in passed.get(MEGATRON, {}).items():

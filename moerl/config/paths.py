@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moerl.config.load import CONFIG_FILE, load_resolved
-from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
-
-
-def check_export(run_dir: Path, output: Path) -> RunConfig:
-    """Reads the configuration of the run to export. Raises `ConfigError` if it cannot be read, or `output` exists."""
-    config = load_resolved(run_dir / CONFIG_FILE)
-    if output.exists():
-        raise ConfigError(
-            "--output: exists already", seen=output, expected="a directory to be made", remedy="choose another name"
-        )
-    return config
 
 
 def check_verify(dump: Path, model: Path) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moerl.config.reference import children, sections
+from moerl.config.schema import OptimizerConfig
 from moerl.errors import ConfigError
+from moerl.sections import Section
 from moerl.tasks.registry import TASK_SECTIONS
-
-if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig
 
 _LOSS = "the loss would change in the middle of a run"
 _SAMPLES = "what is sampled would change in the middle of a run"
@@ -125,23 +124,24 @@ class Change:
     """Value now, as plain data; None if the key is gone."""
 
 
-def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
-    """Returns the keys whose values differ, in the order of the schema."""
-    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
+def changed_keys(before: Section, now: Section) -> list[Change]:
+    """Returns the keys of two configurations whose values differ, in the order of the schema."""
+    old, new = (dict(_leaves(section.model_dump(mode="json"))) for section in (before, now))
     return [Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def change_note(change: Change, config: RunConfig) -> str:
-    """Returns what else a change brings with it; an empty text if it brings nothing. config: with the change."""
-    schedules = {
-        "rl.steps": ("optimizer", config.optimizer),
-        "sft.steps": ("sft.optimizer", config.sft.optimizer),
-    }
-    section, optimizer = schedules.get(change.key, ("", None))
-    if optimizer is None or optimizer.schedule == "constant":
+def change_note(change: Change, optimizer: OptimizerConfig, of_sft: OptimizerConfig) -> str:
+    """Returns what else a change brings with it; an empty text if it brings nothing.
+
+    Args:
+        optimizer, of_sft: sections `optimizer` and `sft.optimizer`, with the change.
+    """
+    schedules = {"rl.steps": ("optimizer", optimizer), "sft.steps": ("sft.optimizer", of_sft)}
+    section, changed = schedules.get(change.key, ("", None))
+    if changed is None or changed.schedule == "constant":
         return ""
     return (
-        f"{section}.schedule={optimizer.schedule} is stretched: from here on the learning rate is that of a run of"
+        f"{section}.schedule={changed.schedule} is stretched: from here on the learning rate is that of a run of"
         f" {change.new} steps"
     )
 

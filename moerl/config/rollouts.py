@@ -33,6 +33,11 @@ class SamplingConfig(Section):
         """True if servers of the run take turns with the trainer on its devices."""
         return False
 
+    @property
+    def has_engine(self) -> bool:
+        """True if an engine samples; False if rollouts are read from dumps."""
+        return True
+
 
 class EmbeddedRolloutConfig(SamplingConfig):
     """An engine on transformers, in the controller's process or in its own."""
@@ -144,6 +149,10 @@ class DumpsRolloutConfig(SamplingConfig):
     path: FilePath = Field(
         description="Dumps to train from: a run directory, a directory of files of one format, or a file."
     )
+
+    @property
+    def has_engine(self) -> bool:
+        return False
 
     @property
     def num_servers(self) -> int:

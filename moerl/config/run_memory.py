@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from moerl.config.checks import describe_model
-from moerl.config.engine_memory import check_shared_device, engine_bytes
-from moerl.config.needs import needs_of
+from moerl.config.architecture import describe_model
+from moerl.config.engine_memory import engine_bytes, shared_device_error
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import engine_needs, pool_tokens, server_share
+from moerl.config.server_memory import EngineMemory, engine_needs, pool_tokens, server_share
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.machine.memory import (
@@ -109,8 +108,8 @@ class Limit:
 
 def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
     """Returns the fullest GPU of each kind, and the fullest host as the last one."""
-    sizes = describe_model(config)
-    rank = heaviest_rank(sizes, config.parallel.dims, needs_of(config)) if _trains(config) else None
+    sizes = describe_model(config.model)
+    rank = heaviest_rank(sizes, config.parallel.dims, config.rank_needs()) if _trains(config) else None
     gpus: list[MemoryPlace] = []
     if machine.gpu_bytes is not None:
         if rank is not None:
@@ -119,22 +118,20 @@ def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
             gpus.append(
                 MemoryPlace(GPU_OF_SERVER, _server_holdings(config, sizes, machine.gpu_bytes), machine.gpu_bytes)
             )
-        engine = engine_bytes(config, sizes)
-        if engine:
-            gpus.append(_engine_gpu(config, sizes, engine, machine.gpu_bytes))
+        gpus += _engine_gpu(config, sizes, machine.gpu_bytes)
     return [*gpus, _host(config, sizes, rank, machine)]
 
 
-def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, int], gpu_bytes: float) -> MemoryPlace:
-    """Returns the GPU that the first rank and the embedded engine share; `check_shared_device` counts the same."""
-    holdings: list[Holding] = []
+def _engine_gpu(config: RunConfig, sizes: ModelDescription, gpu_bytes: float) -> list[MemoryPlace]:
+    """Returns the GPU that the first rank and the embedded engine share; none if the engine is on no GPU of a rank."""
+    engine = _engine_bytes(config, sizes)
+    if not engine:
+        return []
+    holdings = [Holding(f"engine: {name}", size) for name, size in engine.items()]
     if _trains(config):
-        holdings = [
-            Holding(h.what, h.num_bytes)
-            for h in rank_holdings(rank_memory(sizes, config.parallel.dims, needs_of(config), 0))
-        ]
-    holdings += [Holding(f"engine: {name}", size) for name, size in engine.items()]
-    return MemoryPlace(GPU_OF_ENGINE, tuple(holdings), gpu_bytes)
+        rank = rank_memory(sizes, config.parallel.dims, config.rank_needs(), 0)
+        holdings = [*(Holding(each.what, each.num_bytes) for each in rank_holdings(rank)), *holdings]
+    return [MemoryPlace(GPU_OF_ENGINE, tuple(holdings), gpu_bytes)]
 
 
 def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> MemoryPlace:
@@ -143,7 +140,7 @@ def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gp
     holdings = [*rank_holdings(rank), Holding(BUCKETS, _buckets(config, sizes), ("sending",))]
     if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
         return MemoryPlace(GPU_OF_TRAINER, tuple(holdings), gpu_bytes)
-    weights, share = engine_needs(config, sizes).weights_bytes, int(server_share(rollout) * gpu_bytes)
+    weights, share = _engine(config, sizes).weights_bytes, int(server_share(rollout) * gpu_bytes)
     holdings += [Holding(SERVER_WEIGHTS, weights), Holding(SERVER_CACHE, max(0, share - weights))]
     shared = [
         Holding(each.what, each.num_bytes, moments_on_device(each.what, sleeps=config.trainer.sleep))
@@ -164,23 +161,23 @@ def rank_holdings(rank: RankMemory) -> list[Holding]:
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Returns the bytes of one checkpoint: weights, Adam's moments, and master weights unless weights are float32."""
-    element = needs_of(config).element_bytes
+    element = config.rank_needs().element_bytes
     state = element + MOMENTS + (FP32 if element < FP32 else 0)
-    return total_parameters(describe_model(config)) * state
+    return total_parameters(describe_model(config.model)) * state
 
 
 def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns the error if the GPU of a rank is too small for the run; None if it is not."""
+    """Returns the error if the GPU of a rank or of the embedded engine is too small for the run; None if it is not."""
     # A server with a GPU of its own takes its share and no more.
-    gpus = [place for place in places(config, machine) if place.name in (GPU_OF_TRAINER, GPU_OF_BOTH)]
-    problem = next((_unfit(config, place) for place in gpus if not place.fits), None)
-    if problem is not None or machine.gpu_bytes is None:
-        return problem
-    try:
-        check_shared_device(config, describe_model(config), int(machine.gpu_bytes))
-    except ConfigError as error:
-        return error
-    return None
+    gpus = [place for place in places(config, machine) if place.name not in (GPU_OF_SERVER, HOST)]
+    return next((_unfit(config, place) for place in gpus if not place.fits), None)
+
+
+def check_shared_device(config: RunConfig, gpu_bytes: int) -> None:
+    """Raises `ConfigError` if the first rank of the trainer and the embedded engine do not fit on one GPU."""
+    for place in _engine_gpu(config, describe_model(config.model), gpu_bytes):
+        if not place.fits:
+            raise _unfit(config, place)
 
 
 def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
@@ -194,7 +191,7 @@ def concurrency_limit(config: RunConfig, machine: Machine) -> Limit | None:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig):
         return None
-    engine = engine_needs(config, describe_model(config))
+    engine = _engine(config, describe_model(config.model))
     tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
     holds = tokens // engine.longest
     if holds >= engine.side_by_side:
@@ -219,19 +216,27 @@ def _trains(config: RunConfig) -> bool:
     return config.command in ("train", "sft")
 
 
+def _engine(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
+    return engine_needs(config.rollout, config.trainer, config.task, sizes)
+
+
+def _engine_bytes(config: RunConfig, sizes: ModelDescription) -> dict[str, int]:
+    return engine_bytes(config.rollout, sizes, on_ray=config.launch.on == "ray")
+
+
 def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
     """Returns the bytes of two buckets; 0 without an engine. A larger tensor is a bucket by itself; the embedding is
     the largest."""
-    if not config.has_engine:
+    if not config.rollout.has_engine:
         return 0
-    embedding = sizes.vocab_size * sizes.hidden_size * needs_of(config).element_bytes
+    embedding = sizes.vocab_size * sizes.hidden_size * config.rank_needs().element_bytes
     return 2 * max(config.weights.bucket_bytes, embedding)
 
 
 def _server_holdings(config: RunConfig, sizes: ModelDescription, gpu_bytes: float | None) -> tuple[Holding, ...]:
     """Returns what one device of a server holds."""
     assert isinstance(config.rollout, SGLangRolloutConfig)
-    engine = engine_needs(config, sizes)
+    engine = _engine(config, sizes)
     tokens = pool_tokens(config.rollout, engine, gpu_bytes)
     cache = Holding(f"server: cache of {tokens:,} tokens", tokens * engine.token_bytes)
     return Holding("server: weights", engine.weights_bytes), cache
@@ -260,9 +265,9 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         scored = ((name, scorer.host_bytes(f"scorers.{name}")) for name, scorer in config.scorers.items())
         holdings += [Holding(f"scorer {name}", num_bytes) for name, num_bytes in scored if num_bytes]
     if isinstance(rollout, EmbeddedRolloutConfig):
-        if machine.gpu_bytes is not None and engine_bytes(config, sizes):
+        if machine.gpu_bytes is not None and _engine_bytes(config, sizes):
             return MemoryPlace(HOST, tuple(holdings), machine.host_bytes)
-        engine = engine_needs(config, sizes)
+        engine = _engine(config, sizes)
         holdings.append(Holding("engine: weights", engine.weights_bytes))
         holdings.append(Holding("engine: cache", engine.asked_bytes, ("sampling",)))
     elif isinstance(rollout, SGLangRolloutConfig) and machine.gpu_bytes is None:
@@ -277,7 +282,7 @@ def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine)
     if isinstance(rollout, EmbeddedRolloutConfig):
         return found
     if rollout.keeps_weight_copy:
-        weights = total_parameters(sizes) * needs_of(config).element_bytes
+        weights = total_parameters(sizes) * config.rank_needs().element_bytes
         found.append(Holding("copy of the weights for late servers", weights))
         found.append(Holding("copy of the next weights", weights, ("sending",)))
     if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated and machine.gpu_bytes is not None:
@@ -307,6 +312,9 @@ def ranks_on_node(config: RunConfig, machine: Machine) -> int:
 
 def _unfit(config: RunConfig, place: MemoryPlace) -> ConfigError:
     assert place.room_bytes is not None
+    if place.name == GPU_OF_ENGINE:
+        engine = _engine_bytes(config, describe_model(config.model))
+        return shared_device_error(engine, place.peak_bytes - sum(engine.values()), place.room_bytes)
     held = sorted((h for h in place.holdings if place.peak_moment in h.moments), key=lambda h: -h.num_bytes)
     parts = ", ".join(f"{each.what} {each.num_bytes / GIB:.1f}" for each in held[:6])
     seen = f"{gib(place.peak_bytes)} while {place.peak_moment}: {parts}"
@@ -346,7 +354,7 @@ def _unfit(config: RunConfig, place: MemoryPlace) -> ConfigError:
 def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:
     """Returns the remedy: the largest share that fits, if a server can work with it; else other GPUs."""
     assert place.room_bytes is not None
-    engine = engine_needs(config, describe_model(config))
+    engine = _engine(config, describe_model(config.model))
     server = sum(each.num_bytes for each in place.holdings if each.what in (SERVER_WEIGHTS, SERVER_CACHE))
     most = math.floor(100 * (usable - (place.at("sampling") - server)) / place.room_bytes) / 100
     least = (engine.weights_bytes + (config.rollout.max_new_tokens + 1) * engine.token_bytes) / place.room_bytes
@@ -364,7 +372,7 @@ def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig):
         return None
-    engine = engine_needs(config, describe_model(config))
+    engine = _engine(config, describe_model(config.model))
     tokens, least = pool_tokens(rollout, engine, machine.gpu_bytes), rollout.max_new_tokens + 1
     if tokens >= least:
         return None
@@ -385,7 +393,7 @@ def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     )
 
 
-def fits_with(config: RunConfig, dims: ParallelDims, machine: Machine) -> bool:
+def fits_with(config: RunConfig, machine: Machine, dims: ParallelDims) -> bool:
     """Returns whether GPUs would hold another layout of a run."""
     parallel = config.parallel.model_copy(update=asdict(dims))
     return gpu_problem(config.model_copy(update={"parallel": parallel}), machine) is None

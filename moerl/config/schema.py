@@ -13,9 +13,10 @@ from pydantic import BeforeValidator, Field
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
 from moerl.config.episodes import EpisodeConfig
-from moerl.config.rollouts import DumpsRolloutConfig, RolloutConfig
+from moerl.config.rollouts import RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
+from moerl.machine.memory import Needs
 from moerl.scorers.registry import ScorerConfig
 from moerl.scorers.section import ScorerName
 from moerl.sections import (
@@ -75,6 +76,11 @@ class ModelConfig(Section):
         description="Directory with the tokenizer of the model to build, chat template included; null trains one on the"
         " texts of the task.",
     )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the trainer's weights."""
+        return 2 if self.dtype == "bfloat16" else 4
 
 
 class ParallelConfig(Section):
@@ -367,12 +373,18 @@ class RunConfig(Section):
     launch: LaunchConfig = Field(description="Placement of the trainer's ranks.")
     metrics: MetricsConfig = Field(description="Destinations of metrics.")
 
-    @property
-    def has_engine(self) -> bool:
-        """True if an engine samples; False if rollouts are read from dumps."""
-        return not isinstance(self.rollout, DumpsRolloutConfig)
-
     def queue_limits(self) -> QueueLimits:
         """Returns the limits of the queue. Raises `ConfigError` if no batch could be full."""
         buffer, per_step, drops = self.buffer, self.rl.prompts_per_step, self.buffer.when_stale == "drop"
         return QueueLimits(per_step, buffer.max_staleness, buffer.window, drops, self.weights.every)
+
+    def rank_needs(self) -> Needs:
+        """Returns the settings that decide how much memory a trainer rank needs."""
+        return Needs(
+            microbatch_tokens=self.trainer.microbatch_tokens,
+            element_bytes=self.model.element_bytes,
+            recompute=self.trainer.recompute,
+            distributed_optimizer=self.trainer.distributed_optimizer != "off",
+            reference=self.algorithm.reference_kl is not None,
+            offload=self.trainer.optimizer_offload,
+        )

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.config.rollouts import CPU_POOL_TOKENS, EmbeddedRolloutConfig, SGLangRolloutConfig
-from moerl.config.schema import RunConfig
+from moerl.config.rollouts import CPU_POOL_TOKENS, EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
+from moerl.config.training import TrainerConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.machine.memory import rank_parameters
 from moerl.models.description import ModelDescription
+from moerl.tasks.registry import TaskConfig
 
 OWN_SHARE = 0.8
 """Share of a GPU that SGLang takes for weights and pool if `rollout.memory_share` is null. Its own rule (0.5.21) keeps
@@ -42,7 +43,8 @@ class EngineMemory:
     token_bytes: int
     """Cache of one token on one device."""
     longest: int
-    """Tokens of the longest sequence, prompt included."""
+    """Tokens of the longest sequence that the run may sample, prompt included: the model, a microbatch and the longest
+    prompt that the task lets through limit it."""
     side_by_side: int
     """Sequences that the engine is asked to work on together."""
 
@@ -52,19 +54,23 @@ class EngineMemory:
         return self.side_by_side * self.longest * self.token_bytes
 
 
-def engine_needs(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
+def engine_needs(
+    rollout: RolloutConfig, trainer: TrainerConfig, task: TaskConfig, sizes: ModelDescription
+) -> EngineMemory:
     """Returns the needs of each server that a run starts, or of an embedded engine on a CPU."""
-    rollout = config.rollout
     tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
     is_embedded = isinstance(rollout, EmbeddedRolloutConfig)
     element = EMBEDDED_ELEMENT_BYTES if is_embedded or rollout.dtype == "float32" else 2
     expert = rollout.expert if isinstance(rollout, SGLangRolloutConfig) else 1
     dims = ParallelDims(tensor=tensor, expert=expert, expert_tensor=tensor // expert)
     parameters = rank_parameters(sizes, dims, 0)
+    longest = [sizes.max_positions, trainer.microbatch_tokens]
+    if task.longest_prompt is not None:
+        longest.append(task.longest_prompt + rollout.max_new_tokens)
     return EngineMemory(
         weights_bytes=sum(parameters.values()) * element,
         token_bytes=cache_token_bytes(sizes, tensor, element),
-        longest=longest_sequence(config, sizes),
+        longest=min(longest),
         side_by_side=rollout.max_running,
     )
 
@@ -76,15 +82,6 @@ def cache_token_bytes(sizes: ModelDescription, tensor: int, element_bytes: int) 
     else:
         width = 2 * -(-sizes.num_key_value_heads // tensor) * sizes.head_dim
     return sizes.num_layers * width * element_bytes
-
-
-def longest_sequence(config: RunConfig, sizes: ModelDescription) -> int:
-    """Returns the tokens of the longest sequence that a run may sample: the model, a microbatch and the longest prompt
-    that the task lets through limit it."""
-    limits = [sizes.max_positions, config.trainer.microbatch_tokens]
-    if config.task.longest_prompt is not None:
-        limits.append(config.task.longest_prompt + config.rollout.max_new_tokens)
-    return min(limits)
 
 
 def server_share(rollout: SGLangRolloutConfig) -> float:

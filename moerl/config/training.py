@@ -101,3 +101,13 @@ class TrainerConfig(Section):
                 expected=f"at most rl.steps = {steps}",
                 remedy="lower trainer.profile_steps or raise rl.steps",
             )
+
+    def check_for_gpus(self) -> None:
+        """Checks what holds if the trainer is on GPUs. Raises `ConfigError`."""
+        if self.share_prompts is True:
+            raise ConfigError(
+                "trainer.share_prompts: prompts cannot be shared on a GPU, whose attention is Transformer Engine's",
+                seen="true",
+                expected="auto or false",
+                remedy="set trainer.share_prompts=auto",
+            )

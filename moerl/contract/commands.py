@@ -35,7 +35,7 @@ class Start(Command):
     """The first command: the rank joins the other ranks."""
 
     config: str
-    """The resolved configuration, JSON."""
+    """Sections that a rank reads (`moerl.config.ranks.RankConfig`), JSON."""
     rank: int
     """Number of the receiving rank, from 0."""
     rendezvous: str

@@ -1,39 +1,30 @@
-"""Costs of the parts of a step: fitted to the metrics of a run, or worked out from figures of devices. Torch-free."""
+"""Costs of the parts of a step, fitted to the metrics of a run. Torch-free."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.batching.cost import sequence_flops
 from moerl.buffer.simulated_turns import SimulatedTurn
 from moerl.buffer.simulation import SimulatedFleet, StepCosts
-from moerl.config.checks import describe_model
 from moerl.config.load import CONFIG_FILE, load_resolved
-from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
-from moerl.config.run_memory import GIB, Machine, server_problem
-from moerl.config.schema import RunConfig
-from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
+from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig
+from moerl.config.schema import BufferConfig, RLConfig, WeightsConfig
 from moerl.contract.disk import read_parquet
 from moerl.contract.fields import TurnKind
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError
-from moerl.machine.memory import total_parameters
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 MIN_STEPS = 12
 """Fewer steps do not tell three costs apart."""
-
-PREFILL_EFFICIENCY = 0.5
-DECODE_EFFICIENCY = 0.6
-"""Share of a device's peak that prefill reaches in operations, and decoding in memory bandwidth."""
 
 _ENVIRONMENT = "environment_seconds"
 """Name among a trajectory's timings of the time in which the environment worked."""
@@ -58,20 +49,6 @@ class Calibration:
     """Steps that the costs are fitted to: all but the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Figures of a device, as the user gives them."""
-
-    tflops: float
-    """Peak, dense, in the precision of the weights; 10**12 operations per second."""
-    memory_gb_per_second: float
-    """Bandwidth of its own memory."""
-    mfu: float
-    """Share of `tflops` that training reaches."""
-    memory_gib: float
-    """Size of its own memory."""
-
-
 def calibrate(run_dir: Path) -> Calibration:
     """Fits the costs of a synchronous run whose responses were all sampled side by side.
 
@@ -84,7 +61,10 @@ def calibrate(run_dir: Path) -> Calibration:
     Raises:
         ConfigError: it is no run, was not synchronous, sampled in turns, or is too short.
     """
-    config = _stored(run_dir)
+    if not (run_dir / CONFIG_FILE).is_file() or not (run_dir / METRICS_FILE).is_file():
+        raise _unfit(run_dir, f"no {CONFIG_FILE} or no {METRICS_FILE}", "the directory of a run")
+    config = load_resolved(run_dir / CONFIG_FILE)
+    _check_one_after_another(run_dir, config.rollout, config.rl, config.buffer)
     rows = [row for row in read_rows(run_dir / METRICS_FILE) if row["stage"] == "rl"][1:]
     dumps = sorted((run_dir / "rollouts").glob("step-*.parquet"))
     if len(rows) < MIN_STEPS or not dumps:
@@ -104,7 +84,9 @@ def calibrate(run_dir: Path) -> Calibration:
     rest_N = _column(rows, "seconds/step") - _column(rows, "seconds/rollout") - _column(rows, "seconds/weights")
     train = _fit(rest_N, tokens_N, ones_N)
     num_prompt = statistics.mean(each.num_prompt for each in played)
-    num_later = statistics.mean(_later_tokens(each, keeps_prefixes=fleet_of(config).keeps_prefixes) for each in played)
+    num_later = statistics.mean(
+        _later_tokens(each, keeps_prefixes=fleet_of(config.rollout).keeps_prefixes) for each in played
+    )
     prefill_token = decode[2] / responses / (num_prompt + num_later)
     costs = StepCosts(
         decode_step=decode[0],
@@ -114,7 +96,7 @@ def calibrate(run_dir: Path) -> Calibration:
         train_token=train[0],
         publish=statistics.mean(_column(rows, "seconds/weights")),
         stall=statistics.mean(_column(rows, "weights/stalled_seconds")),
-        recompute_token=decode[1] if _computes_again(config) else 0.0,
+        recompute_token=decode[1] if computes_again(config.rollout, config.weights) else 0.0,
         prefill_token=prefill_token,
     )
     return Calibration(
@@ -122,72 +104,10 @@ def calibrate(run_dir: Path) -> Calibration:
     )
 
 
-def fleet_of(config: RunConfig) -> SimulatedFleet:
+def fleet_of(rollout: RolloutConfig) -> SimulatedFleet:
     """Returns the engines of a run."""
-    keeps_prefixes = not isinstance(config.rollout, EmbeddedRolloutConfig)
-    return SimulatedFleet(max(1, config.rollout.num_servers), config.rollout.max_running, keeps_prefixes)
-
-
-def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedFleet:
-    """Returns the engines of a run with as many responses side by side as the caches of their servers hold.
-
-    Args:
-        row_tokens: mean tokens of a sequence, prompt included.
-
-    Raises:
-        ConfigError: a server could not finish one response.
-    """
-    fleet, rollout = fleet_of(config), config.rollout
-    if not isinstance(rollout, SGLangRolloutConfig):
-        return fleet
-    machine = Machine(device.memory_gib * GIB)
-    problem = server_problem(config, machine)
-    if problem is not None:
-        raise problem
-    tokens = pool_tokens(rollout, engine_needs(config, describe_model(config)), machine.gpu_bytes)
-    return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))
-
-
-def estimate(
-    config: RunConfig,
-    device: Device,
-    publish_seconds: float,
-    *,
-    mean_tokens: float,
-    prompt_tokens: int,
-    observed_tokens: int = 0,
-) -> StepCosts:
-    """Estimates costs on devices of one kind, for trainer and engines alike.
-
-    Args:
-        observed_tokens: of an episode, in all.
-
-    Training: 3 forward passes' operations (a fourth if log-probs are scored before the update). Decoding: an engine
-    reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
-    number.
-    """
-    model, trainer_devices = describe_model(config), config.parallel.world_size
-    engine_devices = getattr(config.rollout, "tensor", 1)
-    cost, mean_rows = sequence_flops(model), prompt_tokens + observed_tokens + mean_tokens
-    passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
-    operations = device.tflops * 1e12
-    memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
-    token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
-    cache_row = (
-        engine_devices
-        * cache_token_bytes(model, engine_devices, 2)
-        * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
-    )
-    return StepCosts(
-        decode_step=2 * total_parameters(model) / memory,
-        decode_row=cache_row / memory + token,
-        prefill_row=cost(prompt_tokens) / (operations * PREFILL_EFFICIENCY * engine_devices),
-        train_step=0.0,
-        train_token=passes * cost(round(mean_rows)) / mean_tokens / (operations * device.mfu * trainer_devices),
-        publish=publish_seconds,
-        recompute_token=token if _computes_again(config) else 0.0,
-        prefill_token=token,
-    )
+    keeps_prefixes = not isinstance(rollout, EmbeddedRolloutConfig)
+    return SimulatedFleet(max(1, rollout.num_servers), rollout.max_running, keeps_prefixes)
 
 
 @dataclass(slots=True)
@@ -236,24 +156,21 @@ def _later_tokens(episode: _Episode, *, keeps_prefixes: bool) -> int:
     return sum(episode.num_prompt + num_tokens for num_tokens in behind)
 
 
-def _computes_again(config: RunConfig) -> bool:
+def computes_again(rollout: RolloutConfig, weights: WeightsConfig) -> bool:
     """Returns True for servers that, with new weights, compute tokens of unfinished responses again; the embedded
     engine, and servers that are drained first, do not."""
-    return not isinstance(config.rollout, EmbeddedRolloutConfig) and config.weights.interrupt != "drain"
+    return not isinstance(rollout, EmbeddedRolloutConfig) and weights.interrupt != "drain"
 
 
-def _stored(run_dir: Path) -> RunConfig:
-    if not (run_dir / CONFIG_FILE).is_file() or not (run_dir / METRICS_FILE).is_file():
-        raise _unfit(run_dir, f"no {CONFIG_FILE} or no {METRICS_FILE}", "the directory of a run")
-    config = load_resolved(run_dir / CONFIG_FILE)
-    at_once = fleet_of(config).engines * config.rollout.max_running
-    if config.buffer.max_staleness:
-        raise _unfit(run_dir, f"buffer.max_staleness {config.buffer.max_staleness}", "0: parts that do not overlap")
-    if config.rl.prompts_per_step * config.rl.group_size > at_once:
-        raise _unfit(run_dir, f"rollout.max_running {config.rollout.max_running}", "room for all responses of a step")
-    if isinstance(config.rollout, EmbeddedRolloutConfig) and config.rollout.placement == "beside":
+def _check_one_after_another(run_dir: Path, rollout: RolloutConfig, rl: RLConfig, buffer: BufferConfig) -> None:
+    """Raises `ConfigError` unless the run samples all responses of a step at once, and trains after that."""
+    at_once = fleet_of(rollout).engines * rollout.max_running
+    if buffer.max_staleness:
+        raise _unfit(run_dir, f"buffer.max_staleness {buffer.max_staleness}", "0: parts that do not overlap")
+    if rl.prompts_per_step * rl.group_size > at_once:
+        raise _unfit(run_dir, f"rollout.max_running {rollout.max_running}", "room for all responses of a step")
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
         raise _unfit(run_dir, "rollout.placement beside", "inside: what one core does alone")
-    return config
 
 
 def _unfit(run_dir: Path, seen: str, expected: str) -> ConfigError:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig
+from pathlib import Path
 
 
-def is_finished(config: RunConfig) -> bool:
+def is_finished(run_dir: Path) -> bool:
     """Returns True if the run has nothing left to do. A run writes its summary last, and removes it if it goes on after
     all."""
-    return (config.run_dir / "summary.json").exists()
+    return (run_dir / "summary.json").exists()
 
 
-def can_go_on(config: RunConfig) -> bool:
+def can_go_on(run_dir: Path) -> bool:
     """Returns True if a checkpoint was written."""
     from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
-    return bool(checkpoint_names(config.run_dir / CHECKPOINTS))
+    return bool(checkpoint_names(run_dir / CHECKPOINTS))
 
 
-def how_to_go_on(command: str, config: RunConfig) -> str:
+def how_to_go_on(command: str, run_dir: Path) -> str:
     """Returns the command line that goes on with the run."""
-    line = f"moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
-    return f"go on from the last checkpoint: {line}" if can_go_on(config) else f"go on, nothing was saved yet: {line}"
+    line = f"moerl {command} {shlex.quote(f'resume={run_dir}')}"
+    return f"go on from the last checkpoint: {line}" if can_go_on(run_dir) else f"go on, nothing was saved yet: {line}"

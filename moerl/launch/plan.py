@@ -7,14 +7,17 @@ The numbers are worked out in `moerl.machine.memory` and `moerl.config.run_memor
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from moerl.config.checks import describe_model, layout_load
-from moerl.config.needs import needs_of
-from moerl.config.run_memory import GIB, Machine, checkpoint_bytes, fits_with, places
-from moerl.config.schema import RunConfig
+from moerl.config.architecture import describe_model
+from moerl.config.checks import layout_load
+from moerl.config.run_memory import GIB, Machine, MemoryPlace, checkpoint_bytes, fits_with, places
+from moerl.config.schema import ModelConfig
+from moerl.config.training import TrainerConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.listed import look
@@ -29,13 +32,15 @@ def machine_of_plan(options: argparse.Namespace) -> Machine:
     return Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=None if host is None else host * GIB)
 
 
-def plan_memory(config: RunConfig, machine: Machine) -> int:
+def plan_memory(facts: Facts) -> int:
     """Prints what the fullest GPUs and the fullest host have in memory; returns 0 if all of it fits, 1 if not.
 
     Args:
-        machine: its GPUs and hosts; for a run on CPUs there are no GPUs.
+        facts: of the door "plan", with a machine; for a run on CPUs it has no GPUs.
     """
-    sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
+    config, machine = facts.config, facts.machine
+    assert machine is not None
+    sizes, dims, needs = describe_model(config.model), config.parallel.dims, config.rank_needs()
     rank = heaviest_rank(sizes, dims, needs)
     console = Console(soft_wrap=True, highlight=False)
     console.print(
@@ -45,10 +50,10 @@ def plan_memory(config: RunConfig, machine: Machine) -> int:
         f" {config.trainer.optimizer_offload:.0%} of its state in host memory"
     )
     console.print(_table(rank, dims))
-    console.print(_places_table(config, machine))
+    console.print(_places_table(places(config, machine)))
     num_bytes = checkpoint_bytes(config)
     console.print(f"a checkpoint: {num_bytes / 1e9:.1f} GB; {num_bytes / 1e9:,.0f} s at 1 GB/s of disk")
-    found = look(Facts("plan", config, machine))
+    found = look(facts)
     for check in found:
         if check.level == "yellow":
             console.print(f"note: {check.name}: {check.seen}; remedy: {check.remedy}", markup=False)
@@ -57,31 +62,20 @@ def plan_memory(config: RunConfig, machine: Machine) -> int:
                 f"does not fit: {check.seen}; expected: {check.expected}; remedy: {check.remedy}", markup=False
             )
     if any(check.level == "red" and check.name == "memory of GPUs" for check in found):
-        _show_layouts(config, machine, console)
+        fits = partial(fits_with, config, machine)
+        near = nearest_layouts(dims, sizes, layout_load(config), world_size=dims.world_size, accept=fits)
+        for other in near:
+            gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
+            console.print(f"  a rank of {gib:.1f} GiB fits: {as_overrides(other, dims)}")
+        if not near:
+            console.print(f"  no layout of {dims.world_size} devices fits: {_ways_out(config.model, config.trainer)}")
     return 1 if any(check.level == "red" for check in found) else 0
 
 
-def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None:
-    """Prints layouts of as many devices that fit, or else settings that need less memory."""
-    sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
-    near = nearest_layouts(
-        dims,
-        sizes,
-        layout_load(config),
-        world_size=dims.world_size,
-        accept=lambda other: fits_with(config, other, machine),
-    )
-    for other in near:
-        gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
-        console.print(f"  a rank of {gib:.1f} GiB fits: {as_overrides(other, dims)}")
-    if not near:
-        console.print(f"  no layout of {dims.world_size} devices fits: {_ways_out(config)}")
-
-
-def _ways_out(config: RunConfig) -> str:
+def _ways_out(model: ModelConfig, trainer: TrainerConfig) -> str:
     """Lists, for a message, settings that need less memory on a device and are not in force yet."""
-    trainer, ways = config.trainer, ["take more of them"]
-    if config.model.dtype != "bfloat16":
+    ways = ["take more of them"]
+    if model.dtype != "bfloat16":
         ways.append("model.dtype=bfloat16")
     if trainer.recompute != "full":
         ways.append("trainer.recompute=full")
@@ -110,12 +104,12 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
     return table
 
 
-def _places_table(config: RunConfig, machine: Machine) -> Table:
+def _places_table(found: Sequence[MemoryPlace]) -> Table:
     """Makes the table of what the fullest GPUs and the fullest host have in memory at each moment of a run."""
     table = Table(title="the fullest GPU of each kind, and the fullest host, GiB", title_justify="left")
     for title in ("where", "what", *MOMENTS_OF_A_RUN, "may be filled"):
         table.add_column(title, justify="left" if title in ("where", "what") else "right")
-    for place in places(config, machine):
+    for place in found:
         table.add_section()
         for each in place.holdings:
             sizes = (f"{each.num_bytes / GIB:.2f}" if m in each.moments else "" for m in MOMENTS_OF_A_RUN)

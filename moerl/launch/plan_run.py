@@ -1,12 +1,13 @@
 """``moerl plan run``: step time, idle shares and ages with more or less staleness, before a run asks for a machine.
 
-Simulated around the queue of a run (`moerl.buffer.simulation`), with costs from `moerl.launch.calibration`. Torch-free.
+Simulated around the queue of a run (`moerl.buffer.simulation`), with costs that were fitted to a run
+(`moerl.launch.calibration`) or are worked out here from figures of devices. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -14,15 +15,25 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from moerl.batching.cost import sequence_flops
 from moerl.buffer.queue import QueueLimits
 from moerl.buffer.simulated_turns import Draw, drawn_from, in_turns, long_tailed
 from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, simulate
+from moerl.config.architecture import describe_model
 from moerl.config.rollout_checks import require_engine
+from moerl.config.rollouts import SGLangRolloutConfig
+from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
-from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of, fleet_on
-from moerl.launch.plan_weights import update_seconds
+from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
+from moerl.launch.calibration import Calibration, calibrate, computes_again, fleet_of
+from moerl.launch.plan_weights import PlannedUpdate
 from moerl.machine.layouts import as_overrides
+from moerl.machine.memory import total_parameters
 from moerl.weights.estimate import Bandwidths
+
+PREFILL_EFFICIENCY = 0.5
+DECODE_EFFICIENCY = 0.6
+"""Share of a device's peak that prefill reaches in operations, and decoding in memory bandwidth."""
 
 STALENESS = (1, 2, 4, 8)
 """Values of `buffer.max_staleness` besides 0 that a plan compares."""
@@ -32,6 +43,20 @@ _LEGEND = (
     " without staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost:"
     " share of sampled tokens that are dropped"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Figures of a device, as the user gives them."""
+
+    tflops: float
+    """Peak, dense, in the precision of the weights; 10**12 operations per second."""
+    memory_gb_per_second: float
+    """Bandwidth of its own memory."""
+    mfu: float
+    """Share of `tflops` that training reaches."""
+    memory_gib: float
+    """Size of its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +91,17 @@ def plan_run(
     Raises:
         ConfigError: `run_dir` cannot be used, or no engine samples.
     """
-    require_engine(config, "moerl plan run")
+    require_engine(config.rollout, "moerl plan run")
     console = Console(soft_wrap=True, highlight=False)
     calibration = None if run_dir is None else calibrate(run_dir)
-    fleet = fleet_of(config)
+    fleet = fleet_of(config.rollout)
     if calibration is None:
         fleet = fleet_on(config, device, workload.prompt_tokens + workload.observed_tokens + workload.mean_tokens)
-        publish = update_seconds(config, bandwidths)
+        update = PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths)
         costs = estimate(
             config,
             device,
-            publish,
+            update.seconds,
             mean_tokens=workload.mean_tokens,
             prompt_tokens=workload.prompt_tokens,
             observed_tokens=workload.observed_tokens,
@@ -105,7 +130,70 @@ def predict(
     Args:
         fleet: engines; None for those of the configuration, if the memory of their devices is no limit.
     """
-    return simulate(limits, fleet or fleet_of(config), costs, group_size=config.rl.group_size, episode=episode)
+    return simulate(limits, fleet or fleet_of(config.rollout), costs, group_size=config.rl.group_size, episode=episode)
+
+
+def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedFleet:
+    """Returns the engines of a run with as many responses side by side as the caches of their servers hold.
+
+    Args:
+        row_tokens: mean tokens of a sequence, prompt included.
+
+    Raises:
+        ConfigError: a server could not finish one response.
+    """
+    fleet, rollout = fleet_of(config.rollout), config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return fleet
+    machine = Machine(device.memory_gib * GIB)
+    problem = server_problem(config, machine)
+    if problem is not None:
+        raise problem
+    engine = engine_needs(rollout, config.trainer, config.task, describe_model(config.model))
+    tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
+    return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))
+
+
+def estimate(
+    config: RunConfig,
+    device: Device,
+    publish_seconds: float,
+    *,
+    mean_tokens: float,
+    prompt_tokens: int,
+    observed_tokens: int = 0,
+) -> StepCosts:
+    """Estimates costs on devices of one kind, for trainer and engines alike.
+
+    Args:
+        observed_tokens: of an episode, in all.
+
+    Training: 3 forward passes' operations (a fourth if log-probs are scored before the update). Decoding: an engine
+    reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
+    number.
+    """
+    model, trainer_devices = describe_model(config.model), config.parallel.world_size
+    engine_devices = getattr(config.rollout, "tensor", 1)
+    cost, mean_rows = sequence_flops(model), prompt_tokens + observed_tokens + mean_tokens
+    passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
+    operations = device.tflops * 1e12
+    memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
+    token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
+    cache_row = (
+        engine_devices
+        * cache_token_bytes(model, engine_devices, 2)
+        * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
+    )
+    return StepCosts(
+        decode_step=2 * total_parameters(model) / memory,
+        decode_row=cache_row / memory + token,
+        prefill_row=cost(prompt_tokens) / (operations * PREFILL_EFFICIENCY * engine_devices),
+        train_step=0.0,
+        train_token=passes * cost(round(mean_rows)) / mean_tokens / (operations * device.mfu * trainer_devices),
+        publish=publish_seconds,
+        recompute_token=token if computes_again(config.rollout, config.weights) else 0.0,
+        prefill_token=token,
+    )
 
 
 def _episodes(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Draw:

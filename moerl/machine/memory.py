@@ -1,4 +1,4 @@
-"""Memory of one trainer rank, worked out from the model's sizes and the parallel layout. Pure; any process.
+"""Memory of one trainer rank, worked out from the model's sizes and the parallel layout. Any process.
 
 Shape legend: T = rows of a microbatch, h = hidden size, k = experts per token, b = bytes of an element.
 
@@ -32,6 +32,7 @@ again at a time. A pipeline stage keeps as many microbatches as its schedule sta
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from moerl.contract.parallel import ParallelDims
@@ -252,3 +253,8 @@ def _rows(dims: ParallelDims, needs: Needs) -> int:
 
 def _slice_rows(dims: ParallelDims, needs: Needs) -> int:
     return needs.microbatch_tokens // (dims.context * dims.tensor)
+
+
+def host_bytes() -> int:
+    """Returns the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -6,7 +6,6 @@ Runs in the process of `moerl diagnose`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +15,7 @@ import torch
 from moerl.diagnostics.checkpoints import HuggingFaceCheckpoint
 from moerl.diagnostics.scoring import RolloutScorer
 from moerl.errors import closing
-from moerl.machine.memory import total_parameters
+from moerl.machine.memory import host_bytes, total_parameters
 from moerl.machine.scoring_memory import plan_scoring
 from moerl.models.description import ModelDescription
 from moerl.offline.rescoring import HeldModels, TransformersScorer
@@ -78,7 +77,7 @@ class Models:
     ) -> Models:
         """Plans on which device weights are kept, and shows the plan. longest: tokens of the longest rollout."""
         device, dtype = platform.device(), options.dtype
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        host = host_bytes()
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
         if options.backend == "trainer":
             free -= total_parameters(described[0]) * DTYPES[dtype].itemsize  # its own copy

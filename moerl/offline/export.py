@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moerl.config.hub_model import hub_model, with_hub_model
-from moerl.config.paths import check_export
+from moerl.config.load import check_export
 from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError

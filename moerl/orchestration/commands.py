@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from moerl.buffer.journal import Journal
-from moerl.config.checks import describe_model
-from moerl.config.engine_memory import check_shared_device
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.hub_model import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_resolved
-from moerl.config.problems import check_problems, wanted_problems
+from moerl.config.ranks import RankConfig
 from moerl.config.resume import change_note, changed_keys
+from moerl.config.run_memory import check_shared_device
 from moerl.config.schema import RunConfig
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
@@ -84,13 +84,13 @@ def _train(run: Run, model_path: Path) -> None:
 
     config = run.config
     with ExitStack() as stack:
-        process: MakeProcess = partial(engine_process, config)
+        process: MakeProcess = partial(engine_process, RankConfig.of(config))
         if config.sft.steps > 0:
             process = stack.enter_context(begun_early(config, process))
             # In RL a checkpoint replaces all weights of the cold start but those of a reference model.
             for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
             model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
-        if not config.has_engine:
+        if not config.rollout.has_engine:
             _train_from_dumps(run, model_path)
             return
         scoring = stack.enter_context(closing(_open_scorers(config, run.tokenizer)))
@@ -138,7 +138,8 @@ def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeP
     """Opens the engine by `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
     from moerl.ranks.placement import server_launcher
 
-    return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
+    launcher = partial(server_launcher, run.config.launch, run.config.rollout)
+    return open_engine(run.config, model, version, run.reporter.say, launcher, process)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
@@ -158,7 +159,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
     def measure() -> Evaluation:
         with closing(
-            _open_engine(run, replace(run.model, folder=output), 0, partial(engine_process, config))
+            _open_engine(run, replace(run.model, folder=output), 0, partial(engine_process, RankConfig.of(config)))
         ) as engine:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
@@ -242,8 +243,8 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _check_device(config)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
-        with open_trainer(config, reporter.within, lock) as trainer:
-            place_rewards(config, task)
+        with open_trainer(RankConfig.of(config), reporter.within, lock) as trainer:
+            place_rewards(config.launch, task)
             if to_build is not None:
                 build_model(*to_build, config.seed, model_path)
             if config.model.path is None:
@@ -288,7 +289,7 @@ def _check_device(config: RunConfig) -> None:
 
     device_bytes = gpu_bytes()
     if device_bytes is not None:
-        check_shared_device(config, describe_model(config), device_bytes)
+        check_shared_device(config, device_bytes)
 
 
 def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
@@ -301,14 +302,17 @@ def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, 
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
     tokenizer, model = _read_model(model_path)
     write_prompts(task, tokenizer, config.task, reporter.say)
-    check_problems(config, task, command)
-    check_prompts(task, tokenizer, text_use(config, command, model.max_positions))
+    use = text_use(config, command, model.max_positions)
+    check_problems(task, use.problems)
+    check_prompts(task, tokenizer, use)
 
 
 def text_use(config: RunConfig, command: str, max_positions: int) -> TextUse:
     """Returns the use that a command makes of the texts of its task. max_positions: those of the model."""
-    problems, max_new_tokens = wanted_problems(config, command), config.rollout.max_new_tokens
-    return TextUse(command, config.task.name, problems, config.sft, config.seed, max_new_tokens, max_positions)
+    problems = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
+    return TextUse(
+        command, config.task.name, problems, config.sft, config.seed, config.rollout.max_new_tokens, max_positions
+    )
 
 
 def _load_latest(run: Run) -> None:
@@ -316,7 +320,8 @@ def _load_latest(run: Run) -> None:
     run.load_latest()
     stage, step = run.position
     changed = changed_keys(load_resolved(run.config.run_dir / CONFIG_FILE), run.config)
-    changes = [(change, change_note(change, run.config)) for change in changed]
+    note = partial(change_note, optimizer=run.config.optimizer, of_sft=run.config.sft.optimizer)
+    changes = [(change, note(change)) for change in changed]
     take_changes(run.config.run_dir, changes, stage, step, run.reporter)
     _write_config(run.config)
     (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)

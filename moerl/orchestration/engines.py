@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from moerl.config.placement import controller_address
+from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.quarantine import Quarantine
 from moerl.diagnostics.dumps.survey import batches, check_fits, survey
@@ -130,7 +130,7 @@ def _embedded(
             dtype=rollout.dtype,
             spec=model.spec,
             max_running=rollout.max_running,
-            num_threads=engine_threads(config),
+            num_threads=engine_threads(RankConfig.of(config)),
             version=version,
             record_steps=rollout.record_steps,
         )
@@ -199,7 +199,7 @@ def first_devices(servers: int, tensor: int, gpus: int | None, *, shared: bool =
 
 def group_plan(config: RunConfig) -> GroupPlan:
     """Returns the plan of the groups of a run."""
-    sampling = sampling_params(config.rollout, config.seed if config.has_engine else 0)
+    sampling = sampling_params(config.rollout, config.seed if config.rollout.has_engine else 0)
     return GroupPlan(config.rl, config.queue_limits(), sampling, config.seed, config.weights.step_seconds)
 
 
@@ -216,6 +216,6 @@ def dump_source(
     assert isinstance(config.rollout, DumpsRolloutConfig)
     path = config.rollout.path
     found = survey(path, model, load_torch, say)
-    check_fits(found, config, model)
-    dump = TrainableDump(path, found, batches(found, config), config.algorithm.needs, load_torch)
+    check_fits(found, model, config.rl, config.trainer, config.algorithm, config.quarantine)
+    dump = TrainableDump(path, found, batches(found, config.rl.prompts_per_step), config.algorithm.needs, load_torch)
     return DumpSource(dump, group_plan(config), model, quarantine, say)

@@ -24,7 +24,7 @@ class TextUse:
     task: str
     """Name of the task."""
     problems: Sequence[tuple[str, str, int]]
-    """Key, split and number of the problems that the command asks for (`moerl.config.problems.wanted_problems`)."""
+    """Key, split and number of the problems that the command asks for (`moerl.config.checks.wanted_problems`)."""
     sft: SftConfig
     """Section of the cold start."""
     seed: int

@@ -6,17 +6,22 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from moerl.config.schema import RunConfig
-from moerl.config.threads import rank_threads
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.machine.torch_start import tf32_variables
 from moerl.processes.child import module_program
 
 PROGRAM = module_program("moerl.ranks.process")
 
 
-def rank_variables(config: RunConfig) -> dict[str, str]:
-    """Returns the variables of a rank's process that follow from the configuration."""
-    return {"OMP_NUM_THREADS": str(rank_threads(config, "sft")), **tf32_variables(config.trainer.tf32)}
+def rank_variables(config: RankConfig, rank: int, local_rank: int) -> dict[str, str]:
+    """Returns the variables of a rank's process. local_rank: its number among those that see the same GPUs."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(config.parallel.world_size),
+        "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
+        **tf32_variables(config.trainer.tf32),
+    }
 
 
 def remove_empty_folders(logs: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a rank's device and node, and notes for the user about the device. Runs in every trainer rank."""
+"""Checks of a rank's node, and notes for the user about the device. Runs in every trainer rank."""
 
 from __future__ import annotations
 
@@ -7,40 +7,34 @@ from pathlib import Path
 
 import torch
 
-from moerl.config.checks import check_for_gpus
-from moerl.config.schema import RunConfig
+from moerl.config.schema import ModelConfig
+from moerl.config.training import TrainerConfig
 from moerl.errors import ConfigError
 from moerl.machine.torch_start import has_tf32
 from moerl.models.description import CONFIG_FILE
 from moerl.trainer import platform
 
 
-def check_device(config: RunConfig) -> None:
-    """Raises `ConfigError` if the configuration asks for something that the device of this rank cannot do."""
-    if not platform.can_share_prompts():
-        check_for_gpus(config)
-
-
-def shares_prompts(config: RunConfig) -> bool:
+def shares_prompts(trainer: TrainerConfig) -> bool:
     """Returns whether prompts are shared on the device of this rank."""
-    wanted = config.trainer.share_prompts
+    wanted = trainer.share_prompts
     return platform.can_share_prompts() if wanted == "auto" else wanted
 
 
-def device_notes(config: RunConfig) -> list[str]:
+def device_notes(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
     """Returns lines for the user about a GPU and what it changes; none on a CPU."""
     device = platform.device()
     if device.type == "cpu":
         return []
-    notes = [f"trainer on {torch.cuda.get_device_name(device)}, {config.model.dtype}"]
-    if config.model.dtype == "float32":
+    notes = [f"trainer on {torch.cuda.get_device_name(device)}, {model.dtype}"]
+    if model.dtype == "float32":
         notes.append(
             "products of float32 numbers are TF32's, of 10 bits (log-probs to about 3e-3 nats); trainer.tf32=off has"
             " exact ones"
             if has_tf32()
             else "products of float32 numbers are exact: TF32 is off"
         )
-    if config.trainer.share_prompts == "auto" and not platform.can_share_prompts():
+    if trainer.share_prompts == "auto" and not platform.can_share_prompts():
         notes.append("prompts are not shared (trainer.share_prompts=auto): attention on a GPU knows no shared rows")
     return notes
 

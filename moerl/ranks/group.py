@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import (
     AnyCommand,
     Array,
@@ -41,7 +41,7 @@ from moerl.ranks.updates import LedUpdates
 class TrainerGroup:
     """`moerl.contract.trainer.Trainer` over any placement of its ranks."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, config: RankConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, RanksInTurn(ranks)
         self._updates: LedUpdates | None = None
         self._coordinates: tuple[RankCoordinates, ...] = ()

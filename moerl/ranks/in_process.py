@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import AnyCommand, Reply
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import ending
@@ -19,7 +19,7 @@ class InProcess:
         watch: called when a microbatch begins, with the number of those before it and of all in the pass.
     """
 
-    def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
+    def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
         layout = groups.start(rank=0, world_size=1, rendezvous="", dims=config.parallel.dims, seed=config.seed)
         self._worker = Worker(config, layout, watch)
         self._engine: PolicyEngine | None = None

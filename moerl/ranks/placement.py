@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
-from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.schema import RunConfig
-from moerl.config.threads import engine_threads
+from moerl.config.ranks import RankConfig, engine_threads
+from moerl.config.rollouts import RolloutConfig
+from moerl.config.schema import LaunchConfig
 from moerl.contract.ports import Task
 from moerl.errors import closing
 from moerl.ranks.group import TrainerGroup
@@ -25,7 +25,7 @@ from moerl.tasks.data.task import RowsTask
 
 @contextmanager
 def open_trainer(
-    config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None
+    config: RankConfig, watch: Callable[[int, int], None], lock: int | None = None
 ) -> Iterator[TrainerGroup]:
     """Opens the trainer of a run, and closes it after the block. One rank is in this process; several ranks, or one
     that trains while groups are sampled, are processes of this machine; on Ray all are actors.
@@ -41,7 +41,9 @@ def open_trainer(
         yield trainer
 
 
-def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, start_seconds: float) -> ServerLauncher:
+def server_launcher(
+    launch: LaunchConfig, rollout: RolloutConfig, options: ServerOptions, folder: Path, start_seconds: float
+) -> ServerLauncher:
     """Returns a launcher of a server of a run whose trainer is open: on this machine, or on a node of its Ray cluster;
     in a colocated run, on the node of the ranks whose devices the server shares.
 
@@ -51,17 +53,15 @@ def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, sta
     Raises:
         EngineError: no node has as many ranks as the server has devices.
     """
-    if config.launch.on == "ray":
+    if launch.on == "ray":
         from moerl.ranks.on_ray.servers import RemoteServer
         from moerl.ranks.on_ray.shared import ranks_of_server
 
-        rollout = config.rollout
-        is_colocated = isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated
-        return RemoteServer(options, folder, start_seconds, ranks_of_server(options) if is_colocated else ())
+        return RemoteServer(options, folder, start_seconds, ranks_of_server(options) if rollout.is_colocated else ())
     return OwnServer(options, folder, start_seconds)
 
 
-def engine_process(config: RunConfig, log: Path) -> EngineProcess:
+def engine_process(config: RankConfig, log: Path) -> EngineProcess:
     """Starts the process of an embedded engine of a run whose trainer is open: on this machine, or on a node of its Ray
     cluster. Its output goes to `log`.
 
@@ -75,16 +75,16 @@ def engine_process(config: RunConfig, log: Path) -> EngineProcess:
     return LocalProcess(log)
 
 
-def place_rewards(config: RunConfig, task: Task) -> None:
+def place_rewards(launch: LaunchConfig, task: Task) -> None:
     """Places the reward processes of a task on all nodes of the Ray cluster of a run whose trainer is open; without Ray
     does nothing."""
-    if config.launch.on == "ray" and isinstance(task, RowsTask) and task.num_reward_processes:
+    if launch.on == "ray" and isinstance(task, RowsTask) and task.num_reward_processes:
         from moerl.ranks.on_ray.rewards import RewardHosts
 
         task.place_rewards(RewardHosts(task.num_reward_processes).child)
 
 
-def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:
+def _place(config: RankConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:
     if config.launch.on == "ray":
         # Imported here: Ray is an extra, and reads its variables as it is imported.
         set_ray_variables(config.launch)

@@ -1,38 +1,15 @@
-"""Errors among the replies of all ranks to a command. Runs in the controller."""
+"""Time limits of replies, and the error to raise for those of several ranks. Runs in the controller and in actors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moerl.contract.commands import Reply
-from moerl.errors import MoerlError, TrainerError, UnprovedError
+from moerl.errors import MoerlError, UnprovedError
 
 GRACE_SECONDS = 10.0
 """Seconds for the replies of the other ranks, once one has failed: most errors are raised by all of them."""
 CLOSING_SECONDS = 90.0
 """Seconds for a rank to end after its last reply."""
-
-
-def check_replies(replies: Sequence[Reply], command: str) -> None:
-    """Raises the first error of the ranks, if any of them failed. replies: in rank order."""
-    failures = [(rank, reply.failure) for rank, reply in enumerate(replies) if reply.failure is not None]
-    if failures:
-        raise first_error([failure.error(rank, command) for rank, failure in failures])
-
-
-def lost(rank: int, command: str, seen: str, expected: str) -> TrainerError:
-    """Returns the error of a rank that is gone or silent."""
-    return TrainerError(
-        f"rank {rank} of the trainer was lost in {command!r}",
-        seen=seen,
-        expected=expected,
-        remedy="correct the cause and go on from the last checkpoint; the other ranks were ended",
-    )
-
-
-def ranks_have_ended() -> TrainerError:
-    """Returns the error of a command to ranks that have ended."""
-    return TrainerError("the ranks of the trainer have ended", remedy="see the error before this one")
 
 
 def first_error(errors: Sequence[MoerlError]) -> MoerlError:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.schema import RunConfig
-from moerl.config.threads import rank_threads
 from moerl.contract.commands import Start
 from moerl.errors import ConfigError
 from moerl.ranks.libraries import quiet_libraries
@@ -26,7 +25,7 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     Raises:
         ConfigError: there are more ranks, and GPUs of the run's own servers, than GPUs on a GPU machine.
     """
-    config = RunConfig.model_validate_json(start.config)
+    config = RankConfig.model_validate_json(start.config)
     quiet_libraries()
     world_size = config.parallel.world_size
     torch.set_num_threads(rank_threads(config, "sft"))
@@ -43,7 +42,7 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     return Worker(config, layout, watch)
 
 
-def _gpus_of_servers(config: RunConfig) -> int:
+def _gpus_of_servers(config: RankConfig) -> int:
     """Returns the number of GPUs of this machine, the last ones, that servers of the run use; 0 for a rank that sees
     its own GPU alone."""
     rollout = config.rollout

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moerl.config.placement import controller_address
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Publish, ReceiverAddress, Reply
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
@@ -37,7 +37,7 @@ class LedUpdates:
     """The updates of one engine.
 
     Args:
-        config: of the run.
+        config: of the run, as ranks read it.
         ranks: that publish.
         engine: gets the weights. Closed by its owner.
 
@@ -46,7 +46,7 @@ class LedUpdates:
         tensors: shapes of the tensors that the ranks publish, by checkpoint name, from the replies to `Build`.
     """
 
-    def __init__(self, config: RunConfig, ranks: RanksInTurn, engine: PolicyEngine) -> None:
+    def __init__(self, config: RankConfig, ranks: RanksInTurn, engine: PolicyEngine) -> None:
         self._ranks, self._engine = ranks, engine
         self._thread = SinkThread("the engine", config.weights.step_seconds, "weight-updates")
         self._folder: Path | None = config.run_dir / FOLDER if config.weights.transport == "disk" else None

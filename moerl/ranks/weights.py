@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from moerl.config.ranks import RankConfig
 from moerl.config.rollouts import EmbeddedRolloutConfig
-from moerl.config.schema import RunConfig
 from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend
 from moerl.contract.ports import PolicyEngine, WeightSink
 from moerl.contract.weight_update import WeightUpdate
@@ -59,7 +59,7 @@ class WeightSync:
     """Publisher of versions of one policy, by the section `weights` of the configuration. Built on all ranks together.
 
     Args:
-        config: of the run.
+        config: of the run, as ranks read it.
         model: the policy's, of a Hugging Face directory.
         engine: gets the weights, in this process; None if the engine is in another one.
         receiver: of the engine's process, if senders push there.
@@ -71,7 +71,7 @@ class WeightSync:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RankConfig,
         model: ModelDescription,
         trainer: MegatronTrainer,
         engine: PolicyEngine | None,
@@ -80,7 +80,7 @@ class WeightSync:
         self._trainer, self.version = trainer, 0
         rank = trainer.layout.rank
         peers = Peers(rank, platform.device(), config.weights.step_seconds)
-        options = PlanOptions.of(config)
+        options = PlanOptions.of(config.weights, trainer.layout.dims, config.model.element_bytes)
         published = all_gather_bytes(encode_shards(trainer.shards()))
         plan = make_plan(merge_shards(model, trainer.layout.dims, published), options)
         gatherer = (SenderGather if options.gather == "sender" else AllGather)(plan, peers)
@@ -130,7 +130,7 @@ class WeightSync:
 
 
 def _sink(
-    config: RunConfig,
+    config: RankConfig,
     rank: int,
     senders: Sequence[int],
     engine: PolicyEngine | None,

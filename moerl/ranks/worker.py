@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.config.schema import RunConfig
-from moerl.config.threads import rank_threads
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
 from moerl.contract.commands import (
@@ -50,7 +49,7 @@ from moerl.contract.ports import PolicyEngine
 from moerl.contract.trainer import PROFILES, STATISTICS, PassReport, Stage
 from moerl.errors import UnprovedError
 from moerl.models.description import read_model
-from moerl.ranks.devices import check_device, device_notes, model_on_this_node, shares_prompts
+from moerl.ranks.devices import device_notes, model_on_this_node, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import WeightSync
 from moerl.trainer import platform, profiling
@@ -98,7 +97,7 @@ class Worker:
     """One rank.
 
     Args:
-        config: of the run.
+        config: of the run, as ranks read it.
         layout: this rank's coordinates; the process groups are there.
         watch: called when a microbatch begins, with the number of those before it and of all in the pass.
 
@@ -106,8 +105,9 @@ class Worker:
         ConfigError: the device of this rank cannot do what the configuration asks for.
     """
 
-    def __init__(self, config: RunConfig, layout: RankCoordinates, watch: Callable[[int, int], None]) -> None:
-        check_device(config)
+    def __init__(self, config: RankConfig, layout: RankCoordinates, watch: Callable[[int, int], None]) -> None:
+        if not platform.can_share_prompts():
+            config.trainer.check_for_gpus()
         self._config, self._layout, self._watch = config, layout, watch
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
         self._saver = Saver(self._store)
@@ -231,12 +231,12 @@ class Worker:
             StateOptions(config.trainer.distributed_optimizer, config.trainer.optimizer_offload),
         )
         self._policy.watch = self._watch
-        if is_rl and config.has_engine:
+        if is_rl and config.rollout.has_engine:
             self._weights = WeightSync(config, model, self._policy, engine, command.receiver)
         if is_rl and config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
         tensors = {} if self._weights is None or self._layout.rank else self._weights.tensors
-        notes, shares = device_notes(config), shares_prompts(config)
+        notes, shares = device_notes(config.model, config.trainer), shares_prompts(config.trainer)
         return Reply(coordinates=self._policy.layout, notes=notes, shares_prompts=shares, tensors=tensors)
 
     def _model_options(self, moe_aux_loss_coef: float) -> ModelOptions:

@@ -17,16 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from moerl.config.schema import WeightsConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.weights.manifest import Owners, PublishedTensor, WeightManifest
 from moerl.weights.shards import Piece, shard_pieces
 from moerl.weights.tensors import FLOAT32_BYTES
-
-if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
@@ -50,15 +48,9 @@ class PlanOptions:
     ranks of the first replica gather from one another."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> PlanOptions:
-        """Returns the options for the configuration of a run."""
-        weights = config.weights
-        return cls(
-            senders=choose_senders(config.parallel.dims, weights.senders),
-            item_bytes=2 if config.model.dtype == "bfloat16" else 4,
-            bucket_bytes=weights.bucket_bytes,
-            gather=weights.gather,
-        )
+    def of(cls, weights: WeightsConfig, dims: ParallelDims, item_bytes: int) -> PlanOptions:
+        """Returns the options that a section `weights` asks for, for a layout and the precision of the weights."""
+        return cls(choose_senders(dims, weights.senders), item_bytes, weights.bucket_bytes, weights.gather)
 
     @property
     def chunk_bytes(self) -> int:

@@ -15,9 +15,8 @@ from factories import write_hf_config, write_hf_model
 from named_things import DIRECTORY_COMMANDS
 
 from moerl import cli
-from moerl.config.auto_resume import resolve_auto
 from moerl.config.compose import expand_sweep
-from moerl.config.load import load_config, load_plan
+from moerl.config.load import load_config, load_plan, resolve_auto
 from moerl.config.schema import RunConfig
 from moerl.errors import MoerlError
 from moerl.launch.arguments import TOLERANCE_NATS, verify_parser

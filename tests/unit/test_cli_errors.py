@@ -107,4 +107,4 @@ def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, is_ours: bool, 
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / name).mkdir()
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'"], command="train")
-    assert can_go_on(config) == is_ours
+    assert can_go_on(config.run_dir) == is_ours

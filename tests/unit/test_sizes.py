@@ -44,3 +44,17 @@ def test_an_exception_that_nothing_needs_is_named(check_sizes: Any, tmp_path: Pa
     (tmp_path / "moerl" / "a.py").write_text("def wide(a, b, c, d, e, f, g): ...\n")
     monkeypatch.setattr(check_sizes, "EXCEPTIONS", {"moerl/a.py:wide": "a reason", "moerl/gone.py": "another"})
     assert check_sizes.problems(tmp_path) == ["moerl/gone.py: no longer over a cap; remove its exception"]
+
+
+def test_a_file_too_many_that_takes_the_whole_configuration_is_named(
+    check_sizes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_sizes, "MAX_WHOLE_CONFIG", 1)
+    (tmp_path / "moerl").mkdir()
+    (tmp_path / "moerl" / "a.py").write_text("def run(config: RunConfig): ...\n")
+    (tmp_path / "moerl" / "b.py").write_text("def run(config: MyRunConfigs): ...\n")
+    assert check_sizes.problems(tmp_path) == []
+    (tmp_path / "moerl" / "c.py").write_text("from moerl.config.schema import RunConfig\n")
+    [line] = check_sizes.problems(tmp_path)
+    assert line.startswith("2 files name RunConfig, at most 1: ")
+    assert line.endswith("they are moerl/a.py, moerl/c.py")

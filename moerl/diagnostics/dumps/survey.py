@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from moerl.config.schema import RunConfig
+from moerl.algorithms.registry import AlgorithmConfig
+from moerl.config.schema import QuarantineConfig, RLConfig
+from moerl.config.training import TrainerConfig
 from moerl.contract.dump_columns import SCORE, SPEC
 from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.dumps import own
@@ -153,14 +155,13 @@ def rollouts_behind(
     return islice(chain.from_iterable(dump.rollouts for dump in dumps), num_read, None)
 
 
-def batches(survey: Survey, config: RunConfig) -> list[list[DumpedGroup]]:
-    """Returns the groups of each step: those of a step of the dump, or `rl.prompts_per_step` in order if it has no
-    steps. What is left at the end of such a dump makes no batch.
+def batches(survey: Survey, per_step: int) -> list[list[DumpedGroup]]:
+    """Returns the groups of each step: those of a step of the dump, or `per_step` (`rl.prompts_per_step`) in order if
+    it has no steps. What is left at the end of such a dump makes no batch.
 
     Raises:
         ConfigError: the dump does not fit the settings of the run.
     """
-    per_step = config.rl.prompts_per_step
     by_step: dict[int, list[DumpedGroup]] = {}
     for index, group in enumerate(survey.groups):
         by_step.setdefault(group.step if group.step >= 0 else index // per_step, []).append(group)
@@ -179,18 +180,25 @@ def batches(survey: Survey, config: RunConfig) -> list[list[DumpedGroup]]:
     return found
 
 
-def check_fits(survey: Survey, config: RunConfig, model: ModelDescription) -> None:
+def check_fits(
+    survey: Survey,
+    model: ModelDescription,
+    rl: RLConfig,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    quarantine: QuarantineConfig,
+) -> None:
     """Checks a dump against model and settings. Raises `ConfigError`."""
     largest, longest = max(survey.groups, key=lambda group: group.size), survey.longest
-    if largest.size > config.rl.group_size:
+    if largest.size > rl.group_size:
         raise ConfigError(
             "rl.group_size: a group of the dump is larger",
             seen=f"{largest.size} rollouts in group {largest.name!r}",
-            expected=f"at most rl.group_size = {config.rl.group_size}",
+            expected=f"at most rl.group_size = {rl.group_size}",
             remedy=f"set rl.group_size={largest.size}",
         )
     for key, most, remedy in (
-        ("trainer.microbatch_tokens", config.trainer.microbatch_tokens, f"set trainer.microbatch_tokens={longest}"),
+        ("trainer.microbatch_tokens", trainer.microbatch_tokens, f"set trainer.microbatch_tokens={longest}"),
         ("rollout.path", model.max_positions, "train the model that sampled them"),
     ):
         if longest > most:
@@ -206,24 +214,24 @@ def check_fits(survey: Survey, config: RunConfig, model: ModelDescription) -> No
             expected="{} MoE layers, {} of {} experts, as the model has".format(*sizes),
             remedy="train the model that sampled the rollouts",
         )
-    missing = [name for name in config.algorithm.needs if name not in survey.scores]
+    missing = [name for name in algorithm.needs if name not in survey.scores]
     if missing:
         raise ConfigError(
             "algorithm.scores: the dump does not have these scores of tokens",
             seen=", ".join(sorted(survey.scores)) or "no scores",
-            expected=", ".join(config.algorithm.needs),
+            expected=", ".join(algorithm.needs),
             remedy=f"write a dump of moerl with a column {SCORE}{missing[0]}, a number for each token"
             " (docs/one_half.md); dumps of other systems have no scores",
         )
     lost = survey.unusable.counts.total()
-    if lost > config.quarantine.max_rate * (lost + survey.num_rollouts):
+    if lost > quarantine.max_rate * (lost + survey.num_rollouts):
         raise ConfigError(
             "quarantine.max_rate: too many rows of the dump cannot be used",
             seen=describe_unusable(survey.unusable),
-            expected=f"at most a share of {config.quarantine.max_rate} of {lost + survey.num_rollouts} rows",
+            expected=f"at most a share of {quarantine.max_rate} of {lost + survey.num_rollouts} rows",
             remedy="correct the cause (docs/dump_formats.md), or raise quarantine.max_rate to train on the rest",
         )
-    batches(survey, config)
+    batches(survey, rl.prompts_per_step)
 
 
 def describe_unusable(unusable: Unusable) -> str:

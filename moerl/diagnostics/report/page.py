@@ -27,7 +27,6 @@ from moerl.printable import printable
 
 PAGE_FILE, JSON_FILE = "report.html", "report.json"
 """In a run directory."""
-MAX_PAGE_BYTES = 5_000_000
 
 
 def write_report(report: Report, page: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from moerl.config.hub_model import hub_model
 from moerl.config.rollouts import DumpsRolloutConfig
-from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.gpus import last_line
@@ -59,7 +58,7 @@ def look_at_container(facts: Facts) -> str | Note:
                 "run this on a machine of SLURM",
             )
         )
-    hidden = [str(path) for path in _read(facts.config) if not any(path.is_relative_to(each) for each in facts.shown)]
+    hidden = [str(path) for path in _read(facts) if not any(path.is_relative_to(each) for each in facts.shown)]
     if hidden:
         notes.append(
             Note(
@@ -80,8 +79,9 @@ def look_at_container(facts: Facts) -> str | Note:
     return all_of(notes) if notes else f"{facts.container} shows what is read"
 
 
-def _read(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
+def _read(facts: Facts, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
     """Yields the files and folders, on the node, from which a run reads models, data and dumps, and the hub's cache."""
+    config = facts.config
     of_hub = hub_model(config.model)
     if of_hub is not None:
         yield of_hub.folder

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,7 +10,8 @@ from typing import Literal
 from moerl.config.run_memory import Machine
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
-from moerl.launch.checks.gpus import usable_gpus
+from moerl.launch.checks.gpus import Gpu, usable_gpus
+from moerl.machine.memory import host_bytes
 
 Door = Literal["train", "doctor", "dry run", "plan"]
 """Commands by which a run comes in. train: also `moerl sft`, `rollout` and `eval`. dry run: `moerl launch slurm`, with
@@ -66,6 +66,15 @@ class Facts:
             self._task = self.config.task.open()
         return self._task
 
+    def note_gpus(self, gpus: Sequence[Gpu] | str, nodes: int = 1) -> None:
+        """Notes memory and GPUs of `nodes` machines like this one. gpus: a text says why they cannot be counted."""
+        if isinstance(gpus, str):
+            self.unknown = f"GPUs cannot be counted: {gpus}"
+            return
+        smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
+        self.machine = Machine(smallest, len(gpus), nodes, host_bytes())
+        self.num_gpus = len(gpus) * nodes
+
     def close(self) -> None:
         """Closes the task, if it was opened."""
         task, self._task = self._task, None
@@ -78,17 +87,6 @@ def facts_of_train(config: RunConfig) -> Facts:
     facts = Facts("train", config, fetches=True, grace_seconds=config.checkpoint.grace_seconds)
     if config.launch.on == "ray":
         facts.unknown = "the nodes of the Ray cluster are not known before it is met"
-        return facts
-    gpus = usable_gpus()
-    if isinstance(gpus, str):
-        facts.unknown = f"GPUs cannot be counted: {gpus}"
-        return facts
-    smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
-    facts.machine = Machine(smallest, len(gpus), 1, host_bytes())
-    facts.num_gpus = len(gpus)
+    else:
+        facts.note_gpus(usable_gpus())
     return facts
-
-
-def host_bytes() -> int:
-    """Returns the bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.config.checks import check_command, check_model_fits, check_run, describe_model
+from moerl.config.architecture import describe_model
+from moerl.config.checks import check_command, check_model_fits, check_problems, check_run, wanted_problems
 from moerl.config.hub_model import hub_model, prepare_model
-from moerl.config.problems import check_problems
 from moerl.config.rollouts import DumpsRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.diagnostics.dumps.opening import needs_torch
 from moerl.diagnostics.dumps.survey import batches, check_fits, survey
@@ -102,7 +102,7 @@ def look_at_cache(facts: Facts) -> str:
 def look_at_data(facts: Facts) -> str | Note:
     """Reads the data: columns, numbers of problems, demonstrations. Fetches data sets of the hub."""
     config, task = facts.config, facts.task()
-    check_problems(config, task, config.command)
+    check_problems(task, wanted_problems(config.command, config.rl, config.sft, config.evaluation, config.rollout))
     learns = config.command in ("train", "sft") and config.sft.steps > 0
     task.check(num_demonstrations=config.sft.num_examples if learns else 0)
     if facts.door == "dry run" and config.task.streams:
@@ -127,7 +127,7 @@ def look_at_rewards(facts: Facts) -> str | Note:
             "rewards that can be tried",
             "nothing: `moerl doctor` tries them on the node, before the run starts",
         )
-    if not facts.config.has_engine:
+    if not facts.config.rollout.has_engine:
         return "not asked for: the dumps hold them"
     facts.task().try_rewards()
     return "tried on one response"
@@ -156,7 +156,7 @@ def look_at_dumps(facts: Facts) -> str | Note:
     config = facts.config
     if not isinstance(config.rollout, DumpsRolloutConfig):
         return "the run samples"
-    path, model = config.rollout.path, describe_model(config)
+    path, model = config.rollout.path, describe_model(config.model)
     if facts.door == "dry run" and not path.exists():
         return Note(
             f"{path}: cannot be seen from here",
@@ -170,8 +170,9 @@ def look_at_dumps(facts: Facts) -> str | Note:
             "nothing: the run looks over them first",
         )
     found = survey(path, model)
-    check_fits(found, config, model)
-    return f"{found.format}: {len(found.groups)} groups for {len(batches(found, config))} steps"
+    check_fits(found, model, config.rl, config.trainer, config.algorithm, config.quarantine)
+    steps = batches(found, config.rl.prompts_per_step)
+    return f"{found.format}: {len(found.groups)} groups for {len(steps)} steps"
 
 
 def look_at_environment(facts: Facts) -> str | Note:

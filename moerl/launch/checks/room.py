@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from moerl.config.checks import LARGE_MODEL_PARAMETERS, check_for_gpus, describe_model
+from moerl.config.architecture import describe_model
+from moerl.config.checks import LARGE_MODEL_PARAMETERS
+from moerl.config.ranks import RankConfig, cluster_cpus
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     HOST,
@@ -16,9 +18,7 @@ from moerl.config.run_memory import (
     places,
     server_problem,
 )
-from moerl.config.schema import RunConfig
 from moerl.config.server_layout import check_nodes_of_servers
-from moerl.config.threads import cluster_cpus
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note, all_of
@@ -35,7 +35,7 @@ GRACE_SHARE = 0.8
 def look_at_devices(facts: Facts) -> str | Note:
     """Counts GPUs of ranks and servers. On CPUs a run with too few cores works, and is slow."""
     config, gpus = facts.config, facts.num_gpus
-    trainer = _ranks(config)
+    trainer = _ranks(facts)
     servers = config.rollout.own_devices if isinstance(config.rollout, SGLangRolloutConfig) else 0
     needed, text = trainer + servers, f"{trainer} ranks of the trainer, {servers} devices of servers"
     if gpus is None:
@@ -48,15 +48,15 @@ def look_at_devices(facts: Facts) -> str | Note:
                 expected=f"{needed} GPUs",
                 remedy="change parallel, rollout.servers or rollout.tensor, or take more GPUs",
             )
-        check_for_gpus(config)
+        config.trainer.check_for_gpus()
         return f"{gpus} GPUs for {text}"
     if config.launch.on == "ray" and facts.door == "dry run" and facts.num_cores is not None:
-        _check_cores_of_cluster(cluster_cpus(config), facts.num_cores)
+        _check_cores_of_cluster(cluster_cpus(RankConfig.of(config)), facts.num_cores)
     notes: list[Note] = []
     if facts.num_cores is not None and needed > facts.num_cores:
         few = f"{facts.num_cores} cores for {text}"
         notes.append(Note(few, f"{needed} cores", "take fewer ranks, or a machine with more cores"))
-    if facts.door == "dry run" and total_parameters(describe_model(config)) >= LARGE_MODEL_PARAMETERS:
+    if facts.door == "dry run" and total_parameters(describe_model(config.model)) >= LARGE_MODEL_PARAMETERS:
         large = f"{text}, on CPUs, with a model of billions of parameters"
         remedy = "set gpus_per_node in the site file (--site), as examples/slurm_one_node shows"
         notes.append(Note(large, "GPUs", remedy))
@@ -85,7 +85,7 @@ def look_at_nodes(facts: Facts) -> str | Note:
         return "the run is on CPUs" if machine.gpu_bytes is None else "GPUs of a node are not known here"
     # `moerl plan memory` does not know how many nodes there are.
     nodes = None if facts.door == "plan" else machine.nodes
-    ranks = facts.config.parallel.world_size if rollout.is_colocated else _ranks(facts.config)
+    ranks = facts.config.parallel.world_size if rollout.is_colocated else _ranks(facts)
     check_nodes_of_servers(rollout, ranks=ranks, gpus_per_node=machine.gpus_per_node, nodes=nodes)
     return f"{rollout.servers} servers of {rollout.tensor} GPUs, each on one node of {machine.gpus_per_node}"
 
@@ -179,8 +179,9 @@ def describe_places(facts: Facts, *, hosts: bool) -> list[str]:
     return lines
 
 
-def _ranks(config: RunConfig) -> int:
+def _ranks(facts: Facts) -> int:
     """Returns the ranks of the trainer."""
+    config = facts.config
     return config.parallel.world_size if config.command in ("train", "sft") else 0
 
 

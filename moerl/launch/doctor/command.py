@@ -13,12 +13,10 @@ from rich.console import Console
 from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
-from moerl.config.run_memory import Machine
-from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive, short_help
 from moerl.launch.checks import packages
-from moerl.launch.checks.facts import Facts, host_bytes
+from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.gpus import Gpu, query_gpus, visible_gpus
 from moerl.launch.checks.listed import look
 from moerl.launch.checks.outcome import Check, worst
@@ -38,9 +36,9 @@ def doctor(arguments: list[str]) -> int:
         return 0
     options = parser().parse_intermixed_args(arguments)
     _check_options(options)
-    config = load_plan(options.overrides, config_dir=options.config_dir) if options.overrides else None
+    run = Facts("doctor", load_plan(options.overrides, config_dir=options.config_dir)) if options.overrides else None
     gpus = query_gpus()
-    checks = [*_installation(options, config, gpus), *_machine(options, config, gpus)]
+    checks = [*_installation(options, run, gpus), *_machine(options, run, gpus)]
     if options.shared is not None:
         checks += _shared(options)
     show(checks, Console(), as_json=options.json)
@@ -77,48 +75,43 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--nodes, --node: of which folder?", expected="--shared DIR", remedy="add --shared DIR")
 
 
-def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
+def _installation(options: argparse.Namespace, run: Facts | None, gpus: list[Gpu] | str) -> list[Check]:
     """Looks at packages, accelerators, servers and keys."""
     home, hub = Path.home(), os.environ.get("HF_HOME")
     files = servers.token_files(home, Path(hub) if hub else None)
-    named = options.env or (None if config is not None and _starts_servers(config) else ENVIRONMENT)
+    named = options.env or (
+        None if run is not None and isinstance(run.config.rollout, SGLangRolloutConfig) else ENVIRONMENT
+    )
     return [
         *packages.package_checks(),
         *accelerators.accelerator_checks(gpus, accelerators.ask_torch(), packages.installed_versions()),
         # The environment that a run names is looked at with the run.
         *([] if named is None else [servers.check_environment(named.resolve(), has_gpus=bool(gpus))]),
-        servers.check_server_files(servers.server_files(_runs(options, config))),
+        servers.check_server_files(servers.server_files(_runs(options, run))),
         servers.check_token_files(files),
-        servers.check_binds(servers.own_listeners(), others_are_used=config is None or _uses_others(config)),
+        servers.check_binds(servers.own_listeners(), others_are_used=run is None or _uses_others(run)),
     ]
 
 
-def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
+def _machine(options: argparse.Namespace, facts: Facts | None, gpus: list[Gpu] | str) -> list[Check]:
     """Looks at ports and disk, and, if the command line names a run, at what the run needs."""
-    found, rate = machine.machine_checks(_runs(options, config), options.port, has_run=config is not None)
-    if config is None:
+    found, rate = machine.machine_checks(_runs(options, facts), options.port, has_run=facts is not None)
+    if facts is None:
         return found
-    facts = Facts("doctor", config, grace_seconds=config.checkpoint.grace_seconds, disk_rate=rate)
-    facts.disk_bytes = machine.room_for_checkpoints(_runs(options, config) / config.run_dir.name)
-    gpus = gpus if isinstance(gpus, str) else visible_gpus(gpus)
-    if isinstance(gpus, str):
-        facts.unknown = f"GPUs cannot be counted: {gpus}"
-        return found + look(facts)
+    config, facts.disk_rate = facts.config, rate
+    facts.grace_seconds = config.checkpoint.grace_seconds
+    facts.disk_bytes = machine.room_for_checkpoints(_runs(options, facts) / config.run_dir.name)
     # Other nodes are assumed to be like this one.
     nodes = options.nodes if config.launch.on == "ray" else 1
-    smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
-    facts.machine = Machine(smallest, len(gpus), nodes, host_bytes())
-    facts.num_gpus, facts.num_cores = len(gpus) * nodes, len(os.sched_getaffinity(0)) * nodes
+    facts.note_gpus(gpus if isinstance(gpus, str) else visible_gpus(gpus), nodes)
+    if facts.machine is not None:
+        facts.num_cores = len(os.sched_getaffinity(0)) * nodes
     return found + look(facts)
 
 
-def _starts_servers(config: RunConfig) -> bool:
-    return isinstance(config.rollout, SGLangRolloutConfig)
-
-
-def _uses_others(config: RunConfig) -> bool:
+def _uses_others(run: Facts) -> bool:
     """Returns whether a run uses servers, or a Ray cluster, that it does not start itself."""
-    return isinstance(config.rollout, ServerRolloutConfig) or config.launch.address is not None
+    return isinstance(run.config.rollout, ServerRolloutConfig) or run.config.launch.address is not None
 
 
 def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:
@@ -131,6 +124,6 @@ def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.env
     return shared.shared_checks(done)
 
 
-def _runs(options: argparse.Namespace, config: RunConfig | None) -> Path:
+def _runs(options: argparse.Namespace, run: Facts | None) -> Path:
     """Returns the folder of runs."""
-    return (options.runs or (Path("runs") if config is None else config.run_dir.parent)).resolve()
+    return (options.runs or (Path("runs") if run is None else run.config.run_dir.parent)).resolve()

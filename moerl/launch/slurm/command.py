@@ -10,22 +10,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moerl.config.auto_resume import stored_run
 from moerl.config.checks import config_notes
 from moerl.config.command_texts import LAUNCH_SLURM
 from moerl.config.compose import compose_values
 from moerl.config.hub_model import say_model
-from moerl.config.load import CONFIG_FILE, dump_config, load_config
+from moerl.config.load import CONFIG_FILE, dump_config, load_config, stored_run
 from moerl.config.recipes import recipe_text
-from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
-from moerl.config.schema import RunConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import LaunchConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
-from moerl.launch.calibration import Device
+from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.listed import refuse
 from moerl.launch.plan import plan_memory
-from moerl.launch.plan_run import Workload, plan_run
-from moerl.launch.plan_weights import GB, plan_weights
+from moerl.launch.plan_run import Device, Workload, plan_run
+from moerl.launch.plan_weights import GB, PlannedUpdate
 from moerl.launch.run_lock import run_lock
 from moerl.launch.slurm.attempts import MAX_REQUEUES
 from moerl.launch.slurm.facts import facts_of_job, machine_of_job
@@ -85,11 +84,11 @@ def launch_slurm(options: argparse.Namespace) -> int:
     """
     site = load_site(options.site)
     _refuse_resume(options.overrides)
-    config, job, script, notes = _prepare(options, site, options.overrides)
+    facts, job, script, notes = _prepare(options, site, options.overrides)
     for note in notes:
         print(f"note: {note}")
     if options.dry_run:
-        _show(options, config, job, site, script)
+        _show(options, facts, job, site, script)
         return 0
     refuse_queued(job.run_dir, queued_jobs())
     _say(job, submit(job, script))
@@ -156,8 +155,8 @@ def _submit_sweep(
 
 def _prepare(
     options: argparse.Namespace, site: Site, overrides: Sequence[str]
-) -> tuple[RunConfig, JobSettings, str, list[str]]:
-    """Returns configuration, job, script and notes of one run. Raises as `launch_slurm`."""
+) -> tuple[Facts, JobSettings, str, list[str]]:
+    """Returns the facts of one run, its job, the script and notes. Raises as `launch_slurm`."""
     before = stored_run(overrides)
     known = None if before is None else before.model
     # The job may have another interpreter: packages are looked at with the facts of the job.
@@ -165,18 +164,18 @@ def _prepare(
         overrides, command="train", config_dir=options.config_dir, known_model=known, looks_at_packages=False
     )
     say_model(config.model)
-    job = _job(options, config)
+    job = _job(options, config.run_dir)
     job.check()
-    _check_nodes(job, config)
+    _check_nodes(job, config.launch)
     written = str(compose_values(overrides, config_dir=options.config_dir)["rollout"].get("environment", ""))
-    keys = _overrides(options, overrides, config, job)
+    keys = _overrides(options, overrides, job, config.checkpoint.grace_seconds)
     if isinstance(config.rollout, SGLangRolloutConfig) and not Path(written).is_absolute():
         # A relative path is one of this directory, whichever directory the job starts in.
         keys = [text for text in keys if not text.startswith("rollout.environment=")]
         keys.append(f"rollout.environment='{config.rollout.environment}'")
     # Nothing large is fetched for a look.
     facts = facts_of_job(config, job, site, written, fetches=not options.dry_run)
-    return config, job, render(job, site, keys), [*config_notes(config), *refuse(facts)]
+    return facts, job, render(job, site, keys), [*config_notes(config), *refuse(facts)]
 
 
 def _refuse_resume(overrides: Sequence[str]) -> None:
@@ -190,7 +189,7 @@ def _refuse_resume(overrides: Sequence[str]) -> None:
         )
 
 
-def _job(options: argparse.Namespace, config: RunConfig) -> JobSettings:
+def _job(options: argparse.Namespace, run_dir: Path) -> JobSettings:
     if options.time is None or options.nodes < 1 or options.max_requeues < 0:
         raise ConfigError(
             "launch slurm: --time is missing, or a number is too small",
@@ -198,7 +197,7 @@ def _job(options: argparse.Namespace, config: RunConfig) -> JobSettings:
             expected="a time limit, 1 node or more, 0 requeues or more",
             remedy="add for example --time 4:00:00",
         )
-    name = options.name or config.run_dir.name
+    name = options.name or run_dir.name
     if not re.fullmatch(r"[\w.+-]{1,128}", name):
         raise ConfigError(
             "--name: not a name of a job", seen=name, expected="letters, digits and any of _ . + -", remedy="add --name"
@@ -209,53 +208,49 @@ def _job(options: argparse.Namespace, config: RunConfig) -> JobSettings:
         time=options.time,
         signal_seconds=options.signal_seconds,
         max_requeues=options.max_requeues,
-        run_dir=config.run_dir,
+        run_dir=run_dir,
         working_dir=Path.cwd(),
     )
 
 
-def _check_nodes(job: JobSettings, config: RunConfig) -> None:
-    if config.launch.address is not None:
+def _check_nodes(job: JobSettings, launch: LaunchConfig) -> None:
+    if launch.address is not None:
         raise ConfigError(
             "launch.address: the job starts a Ray cluster of its own",
-            seen=config.launch.address,
+            seen=launch.address,
             expected="no address",
             remedy="leave it away, or start `moerl train` on a node of that cluster",
         )
-    if job.nodes > 1 and config.launch.on != "ray":
+    if job.nodes > 1 and launch.on != "ray":
         raise ConfigError(
             "--nodes: without Ray all ranks and servers of a run are on one machine",
-            seen=f"{job.nodes} nodes, launch.on={config.launch.on}",
+            seen=f"{job.nodes} nodes, launch.on={launch.on}",
             expected="launch.on=ray, or --nodes 1",
             remedy="add launch.on=ray: the trainer's ranks are then spread over the nodes",
         )
 
 
-def _devices(config: RunConfig) -> tuple[int, int]:
-    """Returns the numbers of devices of the trainer, and of servers that the run starts."""
-    rollout = config.rollout
-    servers = rollout.own_devices if isinstance(rollout, SGLangRolloutConfig) else 0
-    return config.parallel.world_size, servers
-
-
-def _overrides(options: argparse.Namespace, overrides: Sequence[str], config: RunConfig, job: JobSettings) -> list[str]:
+def _overrides(
+    options: argparse.Namespace, overrides: Sequence[str], job: JobSettings, grace_seconds: float | None
+) -> list[str]:
     """Returns the arguments of `moerl train`. They name the run directory, and the grace time if the configuration has
     none, so that each attempt has the same. Raises `ConfigError` if the grace time is too long for the job."""
     given = [text for text in overrides if not text.startswith("run_dir=")]
-    if config.checkpoint.grace_seconds is None:
+    if grace_seconds is None:
         given.append(f"checkpoint.grace_seconds={job.grace_seconds}")
-    elif config.checkpoint.grace_seconds > job.grace_seconds:
+    elif grace_seconds > job.grace_seconds:
         raise ConfigError(
             "checkpoint.grace_seconds: the job would reach its time limit first, and SLURM requeues no such job",
-            seen=config.checkpoint.grace_seconds,
+            seen=grace_seconds,
             expected=f"at most {job.grace_seconds}, 80 % of --signal-seconds",
             remedy="leave it away, or give more --signal-seconds",
         )
     folder = [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
-    return [*folder, *given, f"run_dir='{config.run_dir}'"]
+    return [*folder, *given, f"run_dir='{job.run_dir}'"]
 
 
-def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site: Site, script: str) -> None:
+def _show(options: argparse.Namespace, facts: Facts, job: JobSettings, site: Site, script: str) -> None:
+    config = facts.config
     console = Console(soft_wrap=True, highlight=False)
 
     def head(text: str) -> None:
@@ -267,12 +262,12 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
     print(recipe_text(options.overrides, options.config_dir))
     print(dump_config(config))
     head("nodes")
-    print(_roles(config, job.nodes))
+    print(_roles(config.parallel.world_size, config.rollout, job.nodes))
     head("memory")
-    plan_memory(config, machine_of_job(job, site))
+    plan_memory(Facts("plan", config, machine_of_job(job, site)))
     bandwidths = Bandwidths(50.0 * GB, 50.0 * GB)
     head("bytes of a weight update")
-    plan_weights(config, bandwidths)
+    PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()
     head("time of a step, on H100s (other devices and lengths: moerl plan run)")
     plan_run(
         config,
@@ -283,10 +278,8 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
     )
 
 
-def _roles(config: RunConfig, nodes: int) -> str:
-    """Says which processes run on which nodes."""
-    trainer, _ = _devices(config)
-    rollout = config.rollout
+def _roles(trainer: int, rollout: RolloutConfig, nodes: int) -> str:
+    """Says which processes run on which nodes. trainer: number of its ranks."""
     if isinstance(rollout, EmbeddedRolloutConfig):
         engines = f"the embedded engine, {rollout.placement}"
     elif isinstance(rollout, SGLangRolloutConfig):

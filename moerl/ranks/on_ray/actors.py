@@ -11,17 +11,16 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from moerl.config.schema import RunConfig
-from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
-from moerl.contract.ports import PolicyEngine
-from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
-from moerl.processes.child import describe_output, remove_empty
+from moerl.config.ranks import RankConfig
+from moerl.contract.commands import Reply, Start, decode_reply
+from moerl.errors import ConfigError, TrainerError, undoing
+from moerl.processes.child import remove_empty
+from moerl.ranks.away import RankAway, RanksAway
 from moerl.ranks.child import log_of, rank_variables, remove_empty_folders
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
@@ -29,7 +28,7 @@ from moerl.ranks.on_ray.held import abandon_all
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.on_ray.shared import note_ranks
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
+from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
 START_SECONDS = 300.0
 """Seconds for all actors to start; the first imports come from a file system that others use, too."""
@@ -42,40 +41,22 @@ _POLL_SECONDS = 1.0
 _POLL_END_SECONDS = 0.05
 
 
-class _Rank:
+class _Rank(RankAway):
     """The controller's side of one actor."""
 
     def __init__(self, rank: int, log: Path, options: dict[str, Any]) -> None:
-        self.rank, self.log = rank, log
+        super().__init__(rank, log)
         # `Any`: Ray's decorators are untyped.
         self.actor: Any = ray.remote(RankActor).options(**options).remote()
         self.facts: NodeFacts | None = None
-        self.reply: Reply | None = None
-        self.gone = ""
-        self.peak_rss_bytes = 0
         self.stream: Any = None
 
-    @property
-    def is_waited_for(self) -> bool:
-        return self.reply is None and not self.gone
-
-    def begin(self, message: bytes, frame: object) -> None:
-        self.reply, self.gone = None, ""
-        self.stream = self.actor.run.options(num_returns="streaming").remote(message, frame)
-
-    def take(self, watch: Callable[[int, int], None]) -> None:
-        """Takes the next reply, which has arrived, or notes why there is none."""
+    def next_reply(self) -> Reply | None:
+        """Returns the next reply, which has arrived; None if the rank is gone."""
         try:
-            reply = decode_reply(ray.get(next(self.stream)))
-        except StopIteration:
-            self.gone = "its process ended"
-        except RayError as error:
-            self.gone = first_line(error)
-        else:
-            if reply.progress is None:
-                self.reply = reply
-            elif self.rank == 0:
-                watch(*reply.progress)
+            return decode_reply(ray.get(next(self.stream)))
+        except (StopIteration, RayError):
+            return None
 
     def describe_end(self, live_nodes: Callable[[], set[str]]) -> str:
         """Returns how the rank ended, and on which node."""
@@ -94,16 +75,12 @@ class _Rank:
         return f"{how}, on {node}" if self.facts.node_id in live_nodes() else f"{node} has left the cluster"
 
 
-class Actors:
-    """`moerl.ranks.port.Ranks` as actors. Called by one thread at a time.
+class Actors(RanksAway[_Rank]):
+    """`moerl.ranks.port.Ranks` as actors. Arguments as in `RanksAway`."""
 
-    Args:
-        watch: called when a microbatch of rank 0 begins, with the number of those before it and of all in the pass.
-    """
-
-    def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
-        self._watch, self._seconds = watch, config.trainer.command_seconds
-        size, self._has_ended = config.parallel.world_size, False
+    def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
+        super().__init__(config, watch)
+        size = config.parallel.world_size
         self._logs = [log_of(config.run_dir, rank) for rank in range(size)]
         # Ranks of a run before, whose controller was killed, end within seconds.
         held = _wait_until_free(sorted((config.run_dir / "logs").glob("rank-*.log")))
@@ -111,36 +88,15 @@ class Actors:
             raise TrainerError(
                 "a rank of this run directory is still at work", seen=f"{held[0]} is locked", remedy="end it first"
             )
-        self._ranks, self._told = list[_Rank](), ""
         self._cluster = Cluster(config)
         with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank, options in enumerate(self._cluster.reserve(size)):
                 self._ranks.append(_Rank(rank, self._logs[rank], options))
             self._start(config)
 
-    @property
-    def peak_rss_bytes(self) -> Sequence[int]:
-        return [rank.peak_rss_bytes for rank in self._ranks]
-
-    def adopt(self, engine: PolicyEngine | None) -> bool:
-        return False
-
-    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
-        self._tell([command] * len(self._ranks), frames)
-
-    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
-        self.tell(command, frames)
-        return self.replies()
-
-    def close(self) -> None:
-        with ending(self._end):
-            if not self._has_ended:
-                self.ask(Close())
-                self._call("finish", CLOSING_SECONDS + GRACE_SECONDS)
-
     # --- the start ---------------------------------------------------------------------------------------------------
 
-    def _start(self, config: RunConfig) -> None:
+    def _start(self, config: RankConfig) -> None:
         for rank, answer in zip(self._ranks, self._call("facts", START_SECONDS), strict=True):
             rank.facts = msgspec.json.decode(answer, type=NodeFacts)
             _check_node(rank.rank, rank.facts)
@@ -161,16 +117,9 @@ class Actors:
         node_id = rank.facts.node_id
         return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
 
-    def _place(self, rank: _Rank, config: RunConfig) -> RankProcessSettings:
-        size = len(self._ranks)
+    def _place(self, rank: _Rank, config: RankConfig) -> RankProcessSettings:
         local = 0 if has_gpus() else self._beside(rank).index(rank)
-        environment = {
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(size),
-            **rank_variables(config),
-        }
-        return RankProcessSettings(str(rank.log.absolute()), environment)
+        return RankProcessSettings(str(rank.log.absolute()), rank_variables(config, rank.rank, local))
 
     def _call(
         self, method: str, seconds: float, arguments: Sequence[bytes] = (), only: int | None = None
@@ -193,37 +142,11 @@ class Actors:
 
     # --- one command -------------------------------------------------------------------------------------------------
 
-    def _tell(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> None:
-        if self._told:
-            self.replies()
-        if self._has_ended:
-            raise ranks_have_ended()
-        self._told = commands[0].name
-        with self._ending_ranks():
-            for rank, command in zip(self._ranks, commands, strict=True):
-                # An argument by reference: the rank's node fetches it, and it is gone with the command.
-                rank.begin(encode(command), ray.put(frames[rank.rank]) if frames else b"")
-
-    def replies(self) -> list[Reply]:
-        command, self._told = self._told, ""
-        with self._ending_ranks():
-            self._exchange(command)
-        replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        check_replies(replies, command)
-        for rank, reply in zip(self._ranks, replies, strict=True):
-            rank.peak_rss_bytes = reply.peak_rss_bytes
-        return replies
-
-    def _ending_ranks(self) -> AbstractContextManager[None]:
-        """Ends the ranks after an error, an interrupt, too: in the midst of a command they read no other."""
-        return undoing(self._end)
+    def _send(self, rank: _Rank, message: bytes, frame: bytes) -> None:
+        # An argument by reference: the rank's node fetches it, and it is gone with the command.
+        rank.stream = rank.actor.run.options(num_returns="streaming").remote(message, ray.put(frame) if frame else b"")
 
     def _exchange(self, command: str) -> None:
-        """Receives until every rank has replied; the caller reads the replies.
-
-        Raises:
-            MoerlError: a rank is gone or silent, or failed while others wait for it.
-        """
         until = time.monotonic() + self._seconds
         has_failed = False
         while waiting := [rank for rank in self._ranks if rank.is_waited_for]:
@@ -233,37 +156,28 @@ class Actors:
                 raise self._failure(command)
             for rank in waiting:
                 if any(rank.stream is stream for stream in ready):
-                    rank.take(self._watch)
-            if not has_failed and any(rank.gone or (rank.reply and rank.reply.failure) for rank in self._ranks):
+                    reply = rank.next_reply()
+                    if reply is None:
+                        rank.is_gone = True
+                    else:
+                        self._note(rank, reply)
+            if not has_failed and self._has_failure():
                 has_failed, until = True, min(until, time.monotonic() + GRACE_SECONDS)
-        if any(rank.gone for rank in self._ranks):
-            raise self._failure(command)
 
-    def _failure(self, command: str) -> MoerlError:
-        """Returns the error of a command that not every rank has replied to: of the first rank that is gone, else of
-        the first that failed, else of the first that is silent."""
-        for rank in self._ranks:
-            if rank.gone:
-                for other in self._ranks:
-                    if other is not rank:
-                        ray.kill(other.actor)
-                seen = rank.describe_end(self._cluster.live_nodes)
-                return self._lost(rank, command, seen, "one reply from each rank")
-        for rank in self._ranks:
-            if rank.reply is not None and rank.reply.failure is not None:
-                error = rank.reply.failure.error(rank.rank, command)
-                error.add_note(describe_output(rank.log))
-                return error
-        silent = next(rank for rank in self._ranks if rank.is_waited_for)
-        assert silent.facts is not None
-        seen = f"no reply within {self._seconds:g} s, on {silent.facts.node}"
-        return self._lost(silent, command, seen, "a reply within trainer.command_seconds")
+    def _how_ended(self, rank: _Rank) -> str:
+        for other in self._ranks:
+            if other is not rank:
+                ray.kill(other.actor)
+        return rank.describe_end(self._cluster.live_nodes)
 
-    def _lost(self, rank: _Rank, command: str, seen: str, expected: str) -> TrainerError:
-        return lost(rank.rank, command, f"{seen}; {describe_output(rank.log)}", expected)
+    def _where(self, rank: _Rank) -> str:
+        assert rank.facts is not None
+        return f", on {rank.facts.node}"
+
+    def _await_ends(self) -> None:
+        self._call("finish", CLOSING_SECONDS + GRACE_SECONDS)
 
     def _end(self) -> None:
-        """Kills the actors that still run, and clears up."""
         self._has_ended = True
         abandon_all()
         # Skipped if the cluster was left before. Killing an actor that is gone does nothing.

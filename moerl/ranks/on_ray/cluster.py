@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moerl.config.placement import forget_token
-from moerl.config.schema import RunConfig
-from moerl.config.threads import cluster_cpus, rank_threads
+from moerl.config.ranks import RankConfig, cluster_cpus, rank_threads
 from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.processes.spared import sparing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
@@ -41,7 +40,7 @@ class Cluster:
         ConfigError: no cluster could be started or reached, or it is of another version.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RankConfig) -> None:
         self._folder: str | None = None
         self._groups: list[Any] = []
         launch = config.launch

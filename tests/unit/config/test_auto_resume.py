@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.auto_resume import resolve_auto
-from moerl.config.load import dump_config, load_config
+from moerl.config.load import dump_config, load_config, resolve_auto
 from moerl.errors import ConfigError
 
 TINY = ["recipe=tiny", "rl.steps=5"]

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moerl.config import engine_memory
-from moerl.config.checks import describe_model
-from moerl.config.engine_memory import check_shared_device, engine_bytes
+from moerl.config.architecture import describe_model
+from moerl.config.engine_memory import engine_bytes
 from moerl.config.load import load_config
-from moerl.config.needs import needs_of
+from moerl.config.run_memory import check_shared_device
 from moerl.config.schema import LaunchConfig, RunConfig
 from moerl.errors import ConfigError
 from moerl.machine.memory import USABLE_SHARE, rank_memory
@@ -25,17 +25,21 @@ def config_of(*overrides: str, command: str = "train") -> RunConfig:
 
 
 def needed(config: RunConfig) -> int:
-    sizes = describe_model(config)
-    rank = rank_memory(sizes, config.parallel.dims, needs_of(config), 0).total_bytes
-    return rank + sum(engine_bytes(config, sizes).values())
+    sizes = describe_model(config.model)
+    rank = rank_memory(sizes, config.parallel.dims, config.rank_needs(), 0).total_bytes
+    return rank + sum(of_engine(config).values())
+
+
+def of_engine(config: RunConfig, *, on_ray: bool = False) -> dict[str, int]:
+    return engine_bytes(config.rollout, describe_model(config.model), on_ray=on_ray)
 
 
 def test_a_device_that_holds_trainer_and_engine_is_taken_and_one_with_a_byte_less_is_not() -> None:
     config = config_of()
     enough = int(needed(config) / USABLE_SHARE) + 1
-    check_shared_device(config, describe_model(config), enough)
+    check_shared_device(config, enough)
     with pytest.raises(ConfigError) as refused:
-        check_shared_device(config, describe_model(config), enough - 10)
+        check_shared_device(config, enough - 10)
     text = str(refused.value)
     for part in ("a trainer rank with", "key-value cache", "weights of an update", "GiB together, 90% of"):
         assert part in text
@@ -54,16 +58,16 @@ def test_an_engine_that_is_not_on_the_device_of_a_rank_needs_nothing_of_it(where
     config = config_of("rollout.dtype=float8") if where == "8 bits" else config_of("rollout.placement=beside")
     if where == "another node":
         config = config.model_copy(update={"launch": LaunchConfig(on="ray", address=None)})
-    assert engine_bytes(config, describe_model(config)) == {}
-    check_shared_device(config, describe_model(config), 1)
+    assert of_engine(config, on_ray=where == "another node") == {}
+    check_shared_device(config, 1)
 
 
 def test_a_command_without_a_trainer_counts_the_engine_alone() -> None:
     config = config_of()
-    alone = int(sum(engine_bytes(config, describe_model(config)).values()) / USABLE_SHARE) + 1
-    check_shared_device(config.model_copy(update={"command": "eval"}), describe_model(config), alone)
+    alone = int(sum(of_engine(config).values()) / USABLE_SHARE) + 1
+    check_shared_device(config.model_copy(update={"command": "eval"}), alone)
     with pytest.raises(ConfigError, match="together with the trainer"):
-        check_shared_device(config, describe_model(config), alone)
+        check_shared_device(config, alone)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -71,7 +75,7 @@ def test_weights_and_cache_are_those_that_a_model_has(family: str) -> None:
     config = config_of("rollout.max_running=8", "rollout.max_new_tokens=128", "rollout.dtype=float32")
     hf_config = families.FAMILIES[family].config()
     model = AutoModelForCausalLM.from_config(hf_config)
-    found = engine_bytes(config, describe(hf_config.to_dict(), "config.json"))
+    found = engine_bytes(config.rollout, describe(hf_config.to_dict(), "config.json"), on_ray=False)
     assert found["weights"] == sum(each.numel() for each in model.parameters()) * 4
     cache = SlotCache(8, 256)
     cache.reserve(256)

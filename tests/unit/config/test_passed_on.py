@@ -92,11 +92,12 @@ def test_what_moerl_sets_without_a_key_is_refused_with_the_reason():
 )
 def test_no_name_with_a_reason_is_passed_on(section: str, key: str, names: Mapping[str, str]):
     config = load(*SERVED)
-    for name, why in names.items():
-        changed = getattr(config, section).model_copy(update={key: {name: 3}})
+    for forbidden, why in names.items():
+        changed = {section: getattr(config, section).model_copy(update={key: {forbidden: 3}})}
         with pytest.raises(ConfigError) as caught:
-            check_passed_on(config.model_copy(update={section: changed}))
-        assert f"{section}.{key}.{name}: cannot be passed on; seen: 3; expected: no value: {why};" in str(caught.value)
+            check_passed_on(changed.get("trainer", config.trainer), changed.get("rollout", config.rollout))
+        message = f"{section}.{key}.{forbidden}: cannot be passed on; seen: 3; expected: no value: {why};"
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

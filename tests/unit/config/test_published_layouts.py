@@ -10,9 +10,8 @@ import pytest
 from factories import QWEN3_30B
 from published_models import DEEPSEEK_V3, GLM_45, GLM_45_AIR, QWEN3_235B
 
-from moerl.config.checks import describe_model
+from moerl.config.architecture import describe_model
 from moerl.config.load import load_plan
-from moerl.config.needs import needs_of
 from moerl.machine.layouts import as_overrides
 from moerl.machine.memory import USABLE_SHARE, heaviest_rank, total_parameters
 
@@ -52,8 +51,8 @@ def test_a_layout_fits_with_the_memory_that_the_page_says(row: list[str], tmp_pa
     keys = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
     said = " ".join(f"parallel.{keys[part[:2]]}={part[2:]}" for part in layout.split())
     assert as_overrides(dims) == said
-    sizes = describe_model(config)
-    rank = heaviest_rank(sizes, dims, needs_of(config))
+    sizes = describe_model(config.model)
+    rank = heaviest_rank(sizes, dims, config.rank_needs())
     assert rank.total_bytes / 2**30 == pytest.approx(float(gib), abs=0.05)
     assert rank.fits(GIB_OF[int(gigabytes)] * 2**30)
     weights = 2 * total_parameters(sizes)

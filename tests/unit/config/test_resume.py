@@ -127,9 +127,10 @@ def test_a_cold_start_on_its_own_can_be_made_longer(tmp_path: Path):
 def test_a_schedule_that_depends_on_the_number_of_steps_is_stretched_and_that_is_said(run_dir: Path):
     config = resumed(run_dir, "rl.steps=80")
     change = Change("rl.steps", 3, 80)
-    assert change_note(change, config) == ""
-    decaying = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"schedule": "linear"})})
-    assert change_note(change, decaying) == (
+    constant = config.optimizer
+    assert change_note(change, constant, constant) == ""
+    decaying = constant.model_copy(update={"schedule": "linear"})
+    assert change_note(change, decaying, constant) == (
         "optimizer.schedule=linear is stretched: from here on the learning rate is that of a run of 80 steps"
     )
-    assert change_note(Change("checkpoint.every", 3, 80), decaying) == ""
+    assert change_note(Change("checkpoint.every", 3, 80), decaying, decaying) == ""

@@ -8,7 +8,7 @@ import pytest
 from factories import QWEN3_30B, write_hf_config
 from published_models import DEEPSEEK_V3
 
-from moerl.config.checks import describe_model
+from moerl.config.architecture import describe_model
 from moerl.config.load import load_plan
 from moerl.config.rollouts import CPU_POOL_TOKENS, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
@@ -25,7 +25,7 @@ def run(folder: Path, *overrides: str) -> RunConfig:
 
 def served(config: RunConfig) -> tuple[SGLangRolloutConfig, EngineMemory]:
     assert isinstance(config.rollout, SGLangRolloutConfig)
-    return config.rollout, engine_needs(config, describe_model(config))
+    return config.rollout, engine_needs(config.rollout, config.trainer, config.task, describe_model(config.model))
 
 
 @pytest.mark.parametrize(("tensor", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.load import load_config
-from moerl.config.schema import RunConfig
-from moerl.config.threads import engine_threads, rank_threads
+from moerl.config.ranks import RankConfig, engine_threads, rank_threads
 
 BESIDE, TWO = "rollout.placement=beside", "parallel.expert=2"
 
 
-def config_of(*keys: str) -> RunConfig:
-    return load_config(["recipe=tiny", "run_dir=x", *keys], command="train")
+def config_of(*keys: str) -> RankConfig:
+    return RankConfig.of(load_config(["recipe=tiny", "run_dir=x", *keys], command="train"))
 
 
 @pytest.mark.parametrize(

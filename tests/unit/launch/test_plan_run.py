@@ -19,8 +19,8 @@ from moerl.config.load import dump_config, load_plan
 from moerl.contract.disk import write_parquet
 from moerl.contract.trajectory import KeptSets, Trajectory, Turn, TurnKind
 from moerl.errors import ConfigError
-from moerl.launch.calibration import Device, calibrate, estimate, fleet_on
-from moerl.launch.plan_run import Workload, plan_run, predict
+from moerl.launch.calibration import calibrate
+from moerl.launch.plan_run import Device, Workload, estimate, fleet_on, plan_run, predict
 from moerl.weights.estimate import Bandwidths
 
 H100 = Device(989, 3350, 0.3, 80)

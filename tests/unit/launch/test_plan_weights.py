@@ -9,7 +9,7 @@ import pytest
 from factories import QWEN3_30B, write_hf_config
 
 from moerl.config.load import load_plan
-from moerl.launch.plan_weights import GB, plan_weights
+from moerl.launch.plan_weights import GB, PlannedUpdate
 from moerl.weights.estimate import Bandwidths
 
 
@@ -17,7 +17,8 @@ def plan(folder: Path, *overrides: str, gather: float = 50, engine: float = 50) 
     write_hf_config(folder, **QWEN3_30B)
     model = ["recipe=pretrained", f"model.path='{folder}'"]
     config = load_plan([*model, *overrides])
-    return plan_weights(config, Bandwidths(gather * GB, engine * GB))
+    bandwidths = Bandwidths(gather * GB, engine * GB)
+    return PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()
 
 
 def test_one_sender_takes_as_long_as_its_link_to_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

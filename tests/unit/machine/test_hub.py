@@ -14,9 +14,8 @@ import pytest
 from factories import write_hf_model
 from small_hub import Cache, client_environment, commit_of, hub
 
-from moerl.config.auto_resume import resolve_auto
 from moerl.config.hub_model import prepare_model
-from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_plan
+from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_plan, resolve_auto
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.machine.hub import hub_name, missing_weights, model_directory

@@ -12,7 +12,6 @@ from factories import QWEN3_30B, hf_config
 from published_models import DEEPSEEK_V3, GLM_45, GLM_45_AIR, QWEN3_235B
 
 from moerl.config.load import load_config
-from moerl.config.needs import needs_of
 from moerl.contract.parallel import ParallelDims
 from moerl.kernels import products
 from moerl.machine.layouts import layout_problems
@@ -267,10 +266,10 @@ def test_a_tenth_of_the_device_stays_free():
 def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
     config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
-    assert needs_of(config) == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
+    assert config.rank_needs() == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
     offloaded = load_config([*changes, "trainer.optimizer_offload=0.5"], command="train")
-    assert needs_of(offloaded).offload == 0.5
-    assert needs_of(load_config([], command="train")) == Needs(
+    assert offloaded.rank_needs().offload == 0.5
+    assert load_config([], command="train").rank_needs() == Needs(
         8192, 4, "none", distributed_optimizer=False, reference=False
     )
 

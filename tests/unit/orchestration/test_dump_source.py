@@ -13,7 +13,8 @@ from factories import SPEC, make_trajectory
 from foreign_dumps import make_dumped, write_slime
 
 from moerl.cli import main
-from moerl.config.checks import check_run, describe_model
+from moerl.config.architecture import describe_model
+from moerl.config.checks import check_run
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
@@ -58,7 +59,7 @@ def open_source(path: Path, *keys: str, spec: ModelSpec = SPEC, said: list[str] 
     # A recipe's top-k counts for dumps of others, which do not say theirs.
     config = config_of(path, *keys, *(["rollout.top_k=null"] if spec is FOREIGN else []))
     quarantine = Quarantine(path.parent / "quarantine", config.quarantine.max_rate, spec=spec)
-    model = replace(describe_model(config), spec=spec)
+    model = replace(describe_model(config.model), spec=spec)
     source = dump_source(config, model, quarantine, ([] if said is None else said).append)
     source.restore({}, 0)
     return source

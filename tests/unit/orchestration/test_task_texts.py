@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from moerl.cli import COMMANDS
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.load import load_config
-from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
@@ -31,6 +31,10 @@ FEW = (
 
 def row(number: int, **changes: str) -> dict[str, str]:
     return {"prompt": f"say {number}", "response": str(number), **changes}
+
+
+def check_numbers(config: RunConfig, task: Task) -> None:
+    check_problems(task, wanted_problems("train", config.rl, config.sft, config.evaluation, config.rollout))
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def with_row(
 
 def test_problems_that_fit_are_accepted(open_jsonl: Open):
     opened = open_jsonl([row(i) for i in range(60)])
-    check_problems(*opened, "train")
+    check_numbers(*opened)
     check(opened, tokenizer(any_text=False))
 
 
@@ -149,11 +153,11 @@ def test_the_start_of_the_work_is_part_of_a_held_out_prompt():
 def test_the_remedy_for_too_few_problems_can_be_copied(open_jsonl: Open):
     rows = [row(i) for i in range(60)]
     with pytest.raises(ConfigError) as caught:
-        check_problems(*open_jsonl(rows, "evaluation.dev_problems=256", "evaluation.heldout_problems=1000"), "train")
+        check_numbers(*open_jsonl(rows, "evaluation.dev_problems=256", "evaluation.heldout_problems=1000"))
     assert caught.value.what == "evaluation.dev_problems: the task has fewer problems"
     remedy = caught.value.remedy.partition("or add ")[2].split()
     assert [word.split("=")[0] for word in remedy] == ["evaluation.dev_problems", "evaluation.heldout_problems"]
-    check_problems(*open_jsonl(rows, *remedy), "train")
+    check_numbers(*open_jsonl(rows, *remedy))
 
 
 def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
@@ -163,7 +167,7 @@ def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
     task = config.task.open()
     assert isinstance(task, JsonlTask)
     try:
-        check_problems(config, task, "train")
+        check_numbers(config, task)
         assert config.model.architecture is not None
         made = make_tokenizer(task, config.model.architecture.vocab_size)
         check((config, task), made, max_positions=config.model.architecture.max_positions)

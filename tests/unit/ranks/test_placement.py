@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.load import load_config
+from moerl.config.ranks import RankConfig
 from moerl.ranks import placement
 
 
@@ -27,4 +28,4 @@ def test_ranks_are_processes_where_there_are_several_or_where_groups_are_sampled
     for name in ("InProcess", "Processes"):
         monkeypatch.setattr(placement, name, lambda *arguments, name=name: name)
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'", *overrides], command="train")
-    assert placement._place(config, lambda done, total: None, None) == where
+    assert placement._place(RankConfig.of(config), lambda done, total: None, None) == where

@@ -16,7 +16,7 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.config.load import load_config
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Load, PollSave, Publish, Step
 from moerl.contract.weight_update import UpdateKind
 from moerl.errors import CheckpointError, TrainerError, UnprovedError
@@ -38,8 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     eventually(lambda: not any(is_alive(int(file.read_text())) for file in tmp_path.glob("pid-*")))
 
 
-def config_of(folder: Path, *keys: str) -> RunConfig:
-    return load_config(["recipe=tiny", "parallel.expert=2", f"run_dir='{folder / 'run'}'", *keys], command="train")
+def config_of(folder: Path, *keys: str) -> RankConfig:
+    keys = ("recipe=tiny", "parallel.expert=2", f"run_dir='{folder / 'run'}'", *keys)
+    return RankConfig.of(load_config(keys, command="train"))
 
 
 def start(folder: Path, parts: dict[str, Any], *keys: str, watch: Any = lambda done, total: None) -> Processes:
@@ -163,11 +164,12 @@ def test_ranks_die_with_a_controller_that_is_killed(folder: Path):
         import sys, time
         from pathlib import Path
         from moerl.config.load import load_config
+        from moerl.config.ranks import RankConfig
         from moerl.contract.commands import Step
         from moerl.ranks import processes
         processes.PROGRAM = {FAKE!r}
         keys = ["recipe=tiny", "parallel.expert=2", "run_dir='{folder / "run"}'"]
-        ranks = processes.Processes(load_config(keys, command="train"), lambda *told: None)
+        ranks = processes.Processes(RankConfig.of(load_config(keys, command="train")), lambda *told: None)
         Path("ready").touch()
         ranks.ask(Step(0, prove=True))
     """

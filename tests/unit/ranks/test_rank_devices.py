@@ -11,7 +11,7 @@ import torch
 from factories import SPEC
 
 from moerl.config.load import load_config
-from moerl.config.schema import RunConfig
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Build, Reply
 from moerl.errors import ConfigError
 from moerl.machine.torch_start import TF32
@@ -23,8 +23,13 @@ from moerl.ranks.worker import Worker
 from moerl.trainer import platform
 
 
-def config_of(*overrides: str) -> RunConfig:
-    return load_config(["recipe=laptop", *overrides], command="train")
+def config_of(*overrides: str) -> RankConfig:
+    return RankConfig.of(load_config(["recipe=laptop", *overrides], command="train"))
+
+
+def notes_of(*overrides: str) -> list[str]:
+    config = config_of(*overrides)
+    return device_notes(config.model, config.trainer)
 
 
 @pytest.fixture
@@ -36,20 +41,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_are_shared_on_a_cpu_unless_the_user_says_no() -> None:
-    assert [shares_prompts(config_of(f"trainer.share_prompts={each}")) for each in ("auto", "true", "false")] == [
-        True,
-        True,
-        False,
-    ]
+    shares = [shares_prompts(config_of(f"trainer.share_prompts={each}").trainer) for each in ("auto", "true", "false")]
+    assert shares == [True, True, False]
     assert config_of().trainer.share_prompts == "auto"
-    assert device_notes(config_of()) == []
+    assert notes_of() == []
 
 
 @pytest.mark.usefixtures("gpu")
 def test_on_a_gpu_prompts_are_not_shared_and_it_is_said() -> None:
-    assert not shares_prompts(config_of())
-    assert any("trainer.share_prompts=auto" in note for note in device_notes(config_of()))
-    assert not any("prompts" in note for note in device_notes(config_of("trainer.share_prompts=false")))
+    assert not shares_prompts(config_of().trainer)
+    assert any("trainer.share_prompts=auto" in note for note in notes_of())
+    assert not any("prompts" in note for note in notes_of("trainer.share_prompts=false"))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -60,11 +62,11 @@ def test_a_rank_on_a_gpu_refuses_shared_prompts_before_there_is_a_model() -> Non
 
 @pytest.mark.usefixtures("gpu")
 def test_float32_on_a_gpu_says_how_exact_its_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "NVIDIA H200, float32" in device_notes(config_of())[0]
-    assert any("TF32's" in note and "trainer.tf32=off" in note for note in device_notes(config_of()))
-    assert not any("TF32" in note for note in device_notes(config_of("model.dtype=bfloat16")))
+    assert "NVIDIA H200, float32" in notes_of()[0]
+    assert any("TF32's" in note and "trainer.tf32=off" in note for note in notes_of())
+    assert not any("TF32" in note for note in notes_of("model.dtype=bfloat16"))
     monkeypatch.setenv(TF32, "0")
-    assert any("exact: TF32 is off" in note for note in device_notes(config_of()))
+    assert any("exact: TF32 is off" in note for note in notes_of())
 
 
 def test_ranks_in_processes_of_their_own_have_the_precision_in_their_environment(
@@ -77,6 +79,12 @@ def test_ranks_in_processes_of_their_own_have_the_precision_in_their_environment
     assert _environment(config_of("trainer.tf32=off"), 0)[TF32] == "0"
     monkeypatch.setenv(TF32, "0")
     assert _environment(config_of(), 0)[TF32] == "0"
+
+
+@pytest.mark.parametrize("key", ["rollout=sglang", "algorithm=gspo", "trainer.megatron={use_cpu_initialization: true}"])
+def test_ranks_in_other_processes_read_the_configuration_as_it_was(key: str) -> None:
+    config = config_of(key)
+    assert RankConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_what_a_rank_notes_is_said_once() -> None:

@@ -12,6 +12,7 @@ import torch
 from factories import SPEC
 
 from moerl.config.load import load_config
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import AnyCommand, Build, Hold, Publish, Reply
 from moerl.contract.trainer import Stage
 from moerl.contract.weight_update import UpdateKind
@@ -24,7 +25,7 @@ def test_a_model_that_the_node_of_a_rank_does_not_see_is_named_with_the_node(
 ):
     monkeypatch.setattr("moerl.ranks.worker.Saver", lambda store: None)  # asks for a process group
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path}'"], command="train")
-    worker = Worker(config, cast(Any, None), lambda done, total: None)
+    worker = Worker(RankConfig.of(config), cast(Any, None), lambda done, total: None)
     with pytest.raises(ConfigError) as refused:
         worker.run(Build("sft", str(tmp_path / "model"), SPEC))
     assert refused.value.seen == f"no {tmp_path / 'model' / 'config.json'} on {socket.gethostname()}"
@@ -37,7 +38,7 @@ def test_a_rank_leaves_threads_to_the_engine_beside_it_once_that_samples(
 ):
     monkeypatch.setattr("moerl.ranks.worker.Saver", lambda store: None)
     keys = ["recipe=tiny", "rollout.placement=beside", "num_threads=4", f"run_dir='{tmp_path}'"]
-    worker = Worker(load_config(keys, command="train"), cast(Any, None), lambda done, total: None)
+    worker = Worker(RankConfig.of(load_config(keys, command="train")), cast(Any, None), lambda done, total: None)
     with pytest.raises(ConfigError, match=r"config\.json"):
         worker.run(Build(stage, str(tmp_path / "model"), SPEC))
     assert torch.get_num_threads() == threads
@@ -61,7 +62,7 @@ def test_models_rest_between_their_last_bucket_and_the_reply_after_which_servers
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path}'"], command="train")
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"sleep": sleeps})})
     worker, calls, sent = (
-        Worker(config, cast(Any, None), lambda done, total: None),
+        Worker(RankConfig.of(config), cast(Any, None), lambda done, total: None),
         list[str](),
         Reply(checksums={"a": 1}),
     )

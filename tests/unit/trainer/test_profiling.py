@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moerl.config.load import load_config
+from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Profile
 from moerl.contract.trainer import PROFILES
 from moerl.ranks.worker import Worker
@@ -73,7 +74,7 @@ def test_a_step_that_failed_leaves_no_trace_and_the_next_one_has_its_own(tmp_pat
 def test_rank_0_alone_writes_a_trace(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("moerl.ranks.worker.Saver", lambda store: None)  # asks for a process group
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path}'"], command="train")
-    worker = Worker(config, cast(Any, SimpleNamespace(rank=rank)), lambda done, total: None)
+    worker = Worker(RankConfig.of(config), cast(Any, SimpleNamespace(rank=rank)), lambda done, total: None)
     worker.run(Profile(2))
     worker.run(Profile(0))
     assert (tmp_path / PROFILES / "step-000002.json.gz").exists() == (rank == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.load import load_config
-from moerl.config.threads import cluster_cpus
+from moerl.config.ranks import RankConfig, cluster_cpus
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Door, Facts
 from moerl.launch.checks.room import look_at_devices
@@ -32,7 +32,7 @@ def facts(*keys: str, cores: int, door: Door = "dry run") -> Facts:
 )
 def test_a_job_with_a_core_too_few_is_refused_with_the_number(keys: tuple[str, ...], asked: int) -> None:
     wanted = facts(*keys, cores=asked)
-    assert cluster_cpus(wanted.config) == asked
+    assert cluster_cpus(RankConfig.of(wanted.config)) == asked
     look_at_devices(wanted)
     with pytest.raises(ConfigError, match=rf"launch\.on=ray: .*seen: {asked - 1} cores.*at least {asked} cores"):
         look_at_devices(facts(*keys, cores=asked - 1))

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from moerl import cli
+from moerl.config.checks import check_problems, wanted_problems
 from moerl.config.load import load_config
-from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import Task
 from moerl.errors import ConfigError, closing
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import look_at_data, look_at_rewards
 
 
-def opened(overrides: Sequence[str], command: str) -> tuple[RunConfig, Task]:
+def check(overrides: Sequence[str], command: str) -> None:
     config = load_config(["recipe=tiny", *overrides], command=command)
-    return config, config.task.open()
+    wanted = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
+    check_problems(config.task.open(), wanted)
 
 
 def test_a_task_with_enough_problems_is_accepted() -> None:
-    check_problems(*opened([], "train"), "train")
+    check([], "train")
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_task_with_enough_problems_is_accepted() -> None:
 def test_a_command_that_asks_for_more_problems_than_there_are_is_refused_by_key(override: str, command: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ConfigError, match=f"^{key}: "):
-        check_problems(*opened([override], command), command)
+        check([override], command)
 
 
 def test_demonstrations_are_counted_only_where_a_cold_start_needs_them() -> None:
-    check_problems(*opened(["sft.steps=0", "sft.num_examples=201"], "train"), "train")
+    check(["sft.steps=0", "sft.num_examples=201"], "train")
     with pytest.raises(ConfigError, match=r"^sft\.num_examples: "):
-        check_problems(*opened(["sft.steps=1", "sft.num_examples=201"], "train"), "train")
+        check(["sft.steps=1", "sft.num_examples=201"], "train")
 
 
 REWARDS = """
