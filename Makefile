@@ -15,7 +15,7 @@ export MOERL_SGLANG_ENV ?= $(abspath $(SGLANG_ENV))
 # Compilers side by side in `make gpu`; each takes a few GiB.
 MAX_JOBS ?= 4
 
-.PHONY: setup lock gpu sglang environments demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-environments test-chaos test-transformer-engine bench bench-sglang golden clean
+.PHONY: setup lock gpu sglang environments demo demo-sglang lint lint-types lint-rules test test-slow test-distributed test-sglang test-slurm test-ray test-environments test-chaos test-transformer-engine bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -34,14 +34,20 @@ demo: setup
 demo-sglang: setup sglang
 	$(BIN)/moerl train recipe=laptop rollout=sglang "rollout.environment='$(MOERL_SGLANG_ENV)'" rl.steps=24
 
+# Types take longest, and one core.
 lint: setup
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-types lint-rules
+
+lint-types:
+	$(BIN)/pyright
+
+lint-rules:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/check_http.py
 	$(BIN)/python scripts/check_words.py
-	$(BIN)/pyright
 
 test: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm and not ray and not environments" tests

@@ -17,18 +17,39 @@ settings.register_profile("moerl", deadline=None)
 settings.load_profile("moerl")
 
 GROUPS = {
-    "tests/e2e/test_parallel.py": "parallel",
-    "tests/e2e/test_engine_and_trainer.py": "trainer",
     "tests/e2e/test_extend.py": "interrupted runs",
     "tests/e2e/test_faults.py": "interrupted runs",
     "tests/e2e/test_resume.py": "interrupted runs",
     "tests/e2e/test_stopping.py": "interrupted runs",
-    "tests/e2e/": "e2e",
-    "tests/unit/trainer/": "trainer",
     "tests/distributed/": "distributed",
+    "tests/unit/weights/": "distributed",
+    "tests/unit/trainer/": "trainer",
+    "tests/unit/orchestration/test_verify.py": "trainer",
+    "tests/e2e/test_engine_and_trainer.py": "trainer",
+    "tests/e2e/test_dumps.py": "changed runs",
+    "tests/e2e/test_options.py": "changed runs",
+    "tests/e2e/test_parallel.py": "changed runs",
+    "tests/e2e/test_run_directory.py": "changed runs",
     "tests/sglang/": "sglang",
+    "tests/e2e/test_commands.py": "finished runs",
+    "tests/e2e/test_hub_models.py": "finished runs",
+    "tests/e2e/test_profile.py": "finished runs",
+    "tests/e2e/test_reports.py": "finished runs",
+    "tests/e2e/test_verify.py": "finished runs",
+    "tests/e2e/test_wheel.py": "finished runs",
 }
-"""Tests that share what is slow to start, by the beginning of their path: all of a group run in one test process."""
+"""Files that share what is slow to start, by the beginning of their path: all of a group run in one test process. The
+tests of any other file do so too. Long groups are first."""
+FIRST = (*GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/causes/")
+"""Beginnings of paths, in the order in which test processes take them up: what is short is last, so that none of them
+has a long group left when the others have ended."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: next((n for n, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,8 +60,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class GroupScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
+            file = nodeid.partition("::")[0]
+            return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), file)
 
+    # The order of the collection, and not of how many tests a group has.
+    config.option.loadscopereorder = False
     return GroupScheduling(config, log)
 
 

@@ -31,6 +31,12 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "COLUMNS": "200",
 }
+IMPORTED = (
+    *("moerl.cli", "moerl.config.load", "moerl.config.help_text", "moerl.orchestration.commands"),
+    *("moerl.launch.checks.listed", "moerl.diagnostics.report.page"),
+    *("pandas", "pyarrow.pandas_compat", "reasoning_gym", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
+"""Modules that runs need, most of them only in the middle."""
 START_SECONDS = 240.0
 RUN_SECONDS = 240.0
 
@@ -253,8 +259,32 @@ def _import_everything() -> None:
     platform.prepare()
     megatron_patches.apply()
     bridge.import_bridge()
-    for name in ("moerl.config.load", "moerl.config.help_text", "pandas", *MODULES_OF_RUNS):
+    for name in (*IMPORTED, *MODULES_OF_RUNS):
         importlib.import_module(name)
+    _do_once_what_every_run_does_first()
+
+
+def _do_once_what_every_run_does_first() -> None:
+    """Fills caches that a process fills in its first run: of recipes, fonts, compiled kernels, and names of weights."""
+    import io
+    from functools import cache
+
+    import torch
+    from transformers import conversion_mapping
+
+    from moerl.config import recipes
+    from moerl.diagnostics.plots import new_figure
+    from moerl.kernels import host
+
+    recipes.recipe_values = cache(recipes.recipe_values)
+    for recipe in ("tiny", "laptop"):
+        recipes.recipe_text([f"recipe={recipe}"], None)
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
+    y, scales = host.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
+    host.rms_norm_backward(y, torch.ones(4), scales, y)
+    figure = new_figure(2.0, 2.0)
+    figure.subplots(1, 1).set_yscale("log")
+    figure.savefig(io.BytesIO())
 
 
 def _wait(child: int, timeout_seconds: float) -> int | None:

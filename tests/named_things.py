@@ -35,6 +35,21 @@ def file_names() -> set[str]:
 
 
 @cache
+def paths_of_keys() -> frozenset[str]:
+    return frozenset(key.path for key in config_keys())
+
+
+@cache
+def sections_of_keys() -> frozenset[str]:
+    return frozenset(sections())
+
+
+@cache
+def names_of_packages() -> frozenset[str]:
+    return frozenset(path.stem for path in (ROOT / "moerl").iterdir() if not path.name.startswith("__"))
+
+
+@cache
 def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
@@ -86,7 +101,7 @@ def unknown_commands(codes: list[str]) -> list[str]:
 
 def unknown_keys(codes: list[str]) -> list[str]:
     """Keys of the configuration that are set, ``section.key=``, and do not exist."""
-    keys = {key.path for key in config_keys()}
+    keys = paths_of_keys()
     tops = {key.partition(".")[0] for key in keys if "." in key}
     named = {key for code in codes for key in re.findall(r"(?:^|(?<= ))([a-z_]+\.[a-z_.]+)(?==)", code)}
     return sorted(key for key in named - keys if key.partition(".")[0] in tops and not _is_inside_mapping(key))
@@ -94,8 +109,8 @@ def unknown_keys(codes: list[str]) -> list[str]:
 
 def unknown_names(codes: list[str]) -> list[str]:
     """Dotted names of modules, what they define, and keys, that lead nowhere; ``moerl.`` may be left out."""
-    packages = {path.stem for path in (ROOT / "moerl").iterdir() if not path.name.startswith("__")}
-    known_keys = {key.path for key in config_keys()} | sections()
+    packages = names_of_packages()
+    known_keys = paths_of_keys() | sections_of_keys()
     tops = {key.partition(".")[0] for key in known_keys if "." in key}
     wrong = []
     for code in codes:
@@ -121,16 +136,17 @@ _NOT_OURS = {"moerl.digest"}  # a key in the footer of a Parquet file
 
 
 def _is_inside_mapping(name: str) -> bool:
-    return is_known(name) and any(name.startswith(f"{key.path}.") for key in config_keys())
+    return is_known(name) and any(name.startswith(f"{key}.") for key in paths_of_keys())
 
 
+@cache
 def leads_somewhere(name: str) -> bool:
     """True where a dotted name is that of a module, or of something that a module or a class in it defines."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         file = module_file(parts[:count])
         if file is not None:
-            return _defines(ast.parse(_text(file)).body, parts[count:])
+            return _defines(_statements(file), parts[count:])
     return False
 
 
@@ -170,5 +186,5 @@ def _names_of(node: ast.stmt) -> set[str]:
 
 
 @cache
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+def _statements(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body

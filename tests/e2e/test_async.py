@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -55,18 +56,35 @@ def assert_whole(run: Path, finished: Finished) -> None:
     eventually(lambda: not orphans())
 
 
+EVERY_SECOND = ("weights.every=2", "evaluation.every=3")
+
+
+def assert_engines_were_updated_every_second_step_and_before_evaluations(run: Path, resumed_at: int = 0) -> None:
+    """resumed_at: step whose weights an engine begins with."""
+    steps = [row for row in rows(run) if row["stage"] == "rl"]
+    assert [row["weights/version"] for row in steps] == [0, 2, 3, 4, 5]
+    assert ["weights/bytes" in row for row in steps] == [False, True, True, True, True]
+    sampled = {
+        int(version)
+        for file in (run / "rollouts").iterdir()
+        for t in read_parquet(file)
+        for version in t.policy_versions[t.sampled]
+    }
+    assert sampled <= {0, 2, 3, 4, resumed_at}
+
+
 @pytest.mark.parametrize(
-    ("fault", "status"),
+    ("fault", "status", "options"),
     [
-        pytest.param(at("kill", 3), -signal.SIGKILL, id="killed"),
-        pytest.param(at("tell", 2, signal_name="SIGTERM"), 75, id="told to stop", marks=pytest.mark.slow),
+        pytest.param(at("kill", 3), -signal.SIGKILL, EVERY_SECOND, id="killed"),
+        pytest.param(at("tell", 2, signal_name="SIGTERM"), 75, (), id="told to stop", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollout(
-    fault: Fault, status: int, forked: Runs, tmp_path: Path
+    fault: Fault, status: int, options: tuple[str, ...], forked: Runs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    stopped = forked.run("train", *BESIDE, f"run_dir='{run}'", fault=fault)
+    stopped = forked.run("train", *BESIDE, *options, f"run_dir='{run}'", fault=fault)
     assert stopped.status == status, stopped.output
     assert "no token that is trained is older than 1 versions" in stopped.output
     eventually(lambda: not orphans())
@@ -77,22 +95,17 @@ def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollo
     assert "finished groups that are taken from the journal: " in resumed.output
     assert_whole(run, resumed)
     assert not list((run / "journal").iterdir())
+    if options == EVERY_SECOND:
+        [step] = re.findall(r"rl: going on from step (\d)", resumed.output)
+        assert_engines_were_updated_every_second_step_and_before_evaluations(run, int(step))
 
 
+@pytest.mark.slow
 def test_engines_are_updated_after_every_second_step_and_before_an_evaluation(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = forked.run("train", *BESIDE, "weights.every=2", "evaluation.every=3", f"run_dir='{run}'")
+    finished = forked.run("train", *BESIDE, *EVERY_SECOND, f"run_dir='{run}'")
     assert_whole(run, finished)
-    steps = [row for row in rows(run) if row["stage"] == "rl"]
-    assert [row["weights/version"] for row in steps] == [0, 2, 3, 4, 5]
-    assert ["weights/bytes" in row for row in steps] == [False, True, True, True, True]
-    sampled = {
-        int(version)
-        for file in (run / "rollouts").iterdir()
-        for t in read_parquet(file)
-        for version in t.policy_versions[t.sampled]
-    }
-    assert sampled <= {0, 2, 3, 4}
+    assert_engines_were_updated_every_second_step_and_before_evaluations(run)
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ LATE = {
 HELP = ["--help", "plan --help", "sglang --help", *(f"{name} --help" for name in ("train", "eval", "plan memory"))]
 
 IN_ONE_PROCESS = """
-import contextlib, io, json, shlex, sys
+import contextlib, functools, io, json, shlex, sys
 
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
@@ -205,7 +205,10 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from moerl.cli import main
+from moerl.config import recipes
 
+# Whoever gets as far as the task says what its recipe sets, which takes longest of all.
+recipes.recipe_values = functools.cache(recipes.recipe_values)
 ended = {}
 for line in json.load(sys.stdin):
     output = io.StringIO()

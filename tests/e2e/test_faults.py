@@ -114,7 +114,17 @@ WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
 """Faults in routing by name: the fault, the number of RL steps before its effect, and what the run says."""
 
 
-@pytest.mark.parametrize(("fault", "num_right", "said"), WRONG_ROUTING.values(), ids=WRONG_ROUTING)
+ALIKE = {"layers", "trajectories"}
+"""Faults that the same proof finds as those beside them: slow."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_right", "said"),
+    [
+        pytest.param(*each, id=name, marks=(pytest.mark.slow,) if name in ALIKE else ())
+        for name, each in WRONG_ROUTING.items()
+    ],
+)
 def test_a_run_with_wrong_routing_ends_before_an_update(
     fault: Fault, num_right: int, said: list[str], forked: Runs, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
         assert layer["live_rows"] == [0.0] * len(layer["disagreement"])
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputed_activations_change_nothing_and_are_verified_too(
     recompute: str, train: Callable[..., Steps], tiny: DoneRun
 ) -> None:

@@ -61,9 +61,9 @@ def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     assert_close(run, undisturbed.folder)
 
 
-def test_tensor_parallel_ranks_train_as_one(sums: Sums, undisturbed: DoneRun, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_train_as_one(forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = moerl(*sums.train(run), "parallel.tensor=2", path=[sums.folder])
+    finished = forked.run(*sums.train(run), "parallel.tensor=2", path=[sums.folder])
     assert finished.status == 0, finished.output
     assert processes_of(run) == []
     assert_close(run, undisturbed.folder)

@@ -88,7 +88,7 @@ def copy_of(run: DoneRun, folder: Path) -> Path:
     return Path(shutil.copytree(run.folder, folder / "run"))
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", pytest.param(".metadata", marks=pytest.mark.slow), "manifest.json"])
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(
     file: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:

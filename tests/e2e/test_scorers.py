@@ -79,12 +79,13 @@ def test_rollouts_that_are_sampled_alone_are_scored_for_a_run_from_dumps(
     assert abs(step["score/teacher/policy_gap"]) < 1e-5
 
 
+@pytest.mark.parametrize("where", [(), pytest.param(BESIDE, marks=pytest.mark.slow)], ids=["embedded", "beside"])
 def test_a_run_whose_teacher_dies_says_so_and_goes_on_with_another_process(
-    forked: Runs, start: Path, tmp_path: Path
+    where: tuple[str, ...], forked: Runs, start: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     kill: Fault = ("kill_scorer", {"call": PER_STEP + 6})
-    finished = forked.run(*words(start, run), *BESIDE, fault=kill, cwd=start)
+    finished = forked.run(*words(start, run), *where, fault=kill, cwd=start)
     assert finished.status == 1, finished.output
     assert "scorers.teacher: the model of " in finished.output
     assert "killed by SIGKILL" in finished.output

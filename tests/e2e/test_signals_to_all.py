@@ -59,7 +59,15 @@ def test_a_run_of_many_processes_that_are_all_told_to_stop_stops_with_a_checkpoi
     assert '"pending": {}' in ledger or '"pending": []' in ledger
 
 
-@pytest.mark.parametrize("signals", [("SIGTERM",), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM")])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        ("SIGTERM",),
+        ("SIGINT", "SIGTERM"),
+        pytest.param(("SIGTERM", "SIGINT"), marks=pytest.mark.slow),
+        pytest.param(("SIGHUP", "SIGTERM"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_one_process_and_its_rewards_stops_likewise(
     signals: tuple[str, ...], forked: Runs, sums: Sums, tmp_path: Path
 ) -> None:

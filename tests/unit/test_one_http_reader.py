@@ -14,10 +14,6 @@ def check_http() -> Any:
     return load_script("check_http")
 
 
-def test_answers_over_http_are_read_in_one_place(check_http: Any):
-    assert check_http.problems(ROOT) == []
-
-
 def test_make_lint_checks_it():
     assert "$(BIN)/python scripts/check_http.py\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 

@@ -15,8 +15,7 @@ def check_words() -> Any:
     return load_script("check_words")
 
 
-def test_the_repository_keeps_all_rules(check_words: Any):
-    assert check_words.problems(ROOT) == []
+def test_lint_asks_whether_the_repository_keeps_all_rules():
     assert "$(BIN)/python scripts/check_words.py\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 

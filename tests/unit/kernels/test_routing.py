@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import INTERPRETED
+from kernel_cases import AT_LENGTH, INTERPRETED
 
 from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import mix as numpy_mix
@@ -18,7 +18,10 @@ from moerl.kernels import routing
 from moerl.kernels.mixing import mix
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 
-SIZES = [(1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3), (70, 160, 6)]
+SIZES = [
+    *((1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3)),
+    pytest.param(70, 160, 6, marks=AT_LENGTH),
+]
 """Rows, experts, experts per token."""
 
 

@@ -82,6 +82,9 @@ PAIRS = {
 }
 
 
+RARE_AND_COMMON = [NEVER, pytest.param(ALWAYS, marks=AT_LENGTH)]
+
+
 @pytest.mark.parametrize(
     ("sizes", "advantage"),
     [
@@ -97,7 +100,7 @@ def test_scores_and_gradients_equal_a_dense_masked_log_softmax(
     assert_scores_are_exact(make_case(sizes))
 
 
-@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
+@pytest.mark.parametrize("advantage", RARE_AND_COMMON)
 def test_bfloat16_is_scored_in_float32_and_gradients_are_rounded_once(
     advantage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +130,7 @@ def test_a_singleton_scores_zero_with_exactly_zero_gradient(advantage: float, mo
         assert torch.count_nonzero(grad) == 0
 
 
-@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
+@pytest.mark.parametrize("advantage", RARE_AND_COMMON)
 def test_listing_the_whole_vocabulary_equals_the_full_score(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     set_advantage(monkeypatch, advantage)
     case = make_case([VOCAB] * 3)
@@ -264,7 +267,7 @@ def test_huge_logits_do_not_overflow() -> None:
         assert torch.isfinite(values).all()
 
 
-@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
+@pytest.mark.parametrize("advantage", RARE_AND_COMMON)
 def test_a_head_stored_by_columns_is_scored_alike(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     set_advantage(monkeypatch, advantage)
     case, same = make_case([4, 0, 1, 12]), make_case([4, 0, 1, 12])

@@ -45,6 +45,10 @@ print(json.dumps(found))
 """
 
 
+WITHOUT_WAITING = "import time\ntime.sleep = lambda seconds: None\n"
+"""Put before it: the client tries again and again, and waits half a minute for each set."""
+
+
 def rows(name: str, count: int) -> bytes:
     return b"".join(
         json.dumps({"question": f"{name} {i}", "answer": f"#### {i}"}).encode() + b"\n" for i in range(count)
@@ -145,6 +149,7 @@ def test_what_was_fetched_once_is_found_without_the_hub(tmp_path: Path):
         assert first.returncode == 0, first.stderr
     # The hub is gone, as it is for a compute node; its cache is there.
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        command[2] = WITHOUT_WAITING + CHILD
         again = subprocess.run(command, env=environment | offline, capture_output=True, text=True, check=False)
         assert again.returncode == 0, again.stderr
         assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1], offline
