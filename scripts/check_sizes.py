@@ -56,8 +56,8 @@ def whole_configs(root: Path) -> Iterator[str]:
     if len(named) > MAX_WHOLE_CONFIG:
         places = ", ".join(file.relative_to(root).as_posix() for file in named)
         yield (
-            f"{len(named)} files name {WHOLE_CONFIG}, at most {MAX_WHOLE_CONFIG}: let the new one take the sections that"
-            f" it reads; they are {places}"
+            f"{len(named)} files name {WHOLE_CONFIG}, at most {MAX_WHOLE_CONFIG}: let the new one take the sections"
+            f" that it reads; they are {places}"
         )
 
 
