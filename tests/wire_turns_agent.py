@@ -23,8 +23,8 @@ for turn in range(3):
 
     same = {"model": "policy", "input": items, "instructions": "be brief", "max_output_tokens": 5 + turn}
     if turn % 2:
-        with openai.responses.stream(**same) as stream:
-            response = stream.get_final_response()
+        *_, last = openai.responses.create(**same, stream=True)
+        response = last.response  # of `response.incomplete`, which the client's helper for streams does not know
     else:
         response = openai.responses.create(**same)
     items += [*response.output, {"role": "user", "content": f"and {turn}"}]
