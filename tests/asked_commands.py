@@ -138,7 +138,6 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             value = gpus if name.endswith("gpus") else broken.host_gib * 2**30
             monkeypatch.setattr(f"moerl.launch.checks.{name}", lambda value=value: value)
         monkeypatch.setattr("moerl.launch.doctor.command.query_gpus", lambda: gpus)
-        monkeypatch.setattr("moerl.launch.doctor.command.host_bytes", lambda: broken.host_gib * 2**30)
         for name in ("slurm.facts", "doctor.machine"):
             monkeypatch.setattr(f"moerl.launch.{name}.room_for_checkpoints", lambda _: broken.disk_gib * 2**30)
         site = {"gpus_per_node": broken.gpus, "memory": f"{broken.host_gib}G", **broken.site}

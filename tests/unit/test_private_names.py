@@ -188,12 +188,18 @@ def test_what_a_version_lacks_is_named_with_it(private: Private, problem: str) -
 
 
 def foreign_names(text: str) -> set[str]:
-    """Names with one leading underscore that a file uses as attributes, imports or names in `getattr`, and does not
-    define itself."""
+    """Names with one leading underscore that a file uses as attributes, imports or names in `getattr`, and that neither
+    it nor a class of ours that it extends defines."""
     used, own = set[str](), set[str]()
+    modules, bases = dict[str, str](), set[str]()
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            case ast.ClassDef():
+                own.add(node.name)
+                bases |= {each.id for base in node.bases for each in ast.walk(base) if isinstance(each, ast.Name)}
+            case ast.ImportFrom(module=str(module)) if module.startswith("moerl."):
+                modules |= {name.asname or name.name: module for name in node.names}
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
                 own.add(node.name)
             case ast.Name(ctx=ast.Store()):
                 own.add(node.id)
@@ -211,7 +217,16 @@ def foreign_names(text: str) -> set[str]:
                 used.add(name)
             case _:
                 pass
+    for module in {modules[base] for base in bases & modules.keys()}:
+        own |= own_names((LIBRARY.parent / f"{module.replace('.', '/')}.py").read_text())
     return {name for name in used - own if name.startswith("_") and not name.startswith(("__", "_moerl"))}
+
+
+def own_names(text: str) -> set[str]:
+    """Names of methods and attributes that the classes of a file define."""
+    nodes = [*ast.walk(ast.parse(text))]
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_private_name_of_others_is_on_the_list_and_all_of_the_list_is_used() -> None:
