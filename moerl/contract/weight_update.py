@@ -2,14 +2,14 @@
 process.
 
 Every receiver of an update, from the engine to a file's reader, gets the value at the begin, and compares with it what
-arrives: each tensor that the update lists once, and no other. `moerl.contract.update_kinds` says which lists an engine
-takes.
+arrives: each tensor that the update lists once, and no other. An engine calls `check_update`, too, which says if it can
+take such a list. A new kind is a value of `UpdateKind`, a function and its line in `DEMANDS`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -18,6 +18,9 @@ from moerl.errors import WeightSyncError
 
 REMEDY = "send each tensor that the update lists once, and no other; the old weights stay in use"
 _NAMED = 5
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by checkpoint name."""
 
 
 class UpdateKind(StrEnum):
@@ -38,7 +41,7 @@ class WeightUpdate(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Policy version of the weights that the engine has after the update, >= 0."""
     kind: UpdateKind
     """Part of the engine's weights that it replaces."""
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Shapes
     """Shape of every tensor that it brings, by checkpoint name."""
 
     def __post_init__(self) -> None:
@@ -122,3 +125,39 @@ def first_few(problems: Collection[str]) -> str:
     """Returns the number of problems and the first of them, for an error."""
     listed = "; ".join(list(problems)[:_NAMED]) + ("; ..." if len(problems) > _NAMED else "")
     return f"{len(problems)}: {listed}"
+
+
+def check_update(update: WeightUpdate, held: Shapes, tied: Mapping[str, str]) -> None:
+    """Compares the list of an update with the tensors of an engine, as the update's kind demands.
+
+    Args:
+        held: shape of every tensor that the engine holds, by checkpoint name.
+        tied: names that may come, too, each with the held tensor that it must equal.
+
+    Raises:
+        WeightSyncError: the engine cannot take such an update.
+    """
+    problems = sorted(DEMANDS[update.kind](update.tensors, held, tied))
+    if problems:
+        raise WeightSyncError(
+            f"weight update to version {update.version}, kind {update.kind.value}: not for the tensors of this engine",
+            seen=first_few(problems),
+            expected=f"the {len(held)} tensors that the engine holds, with their shapes",
+            remedy="list the tensors of the architecture that the engine serves; it keeps the weights it had",
+        )
+
+
+def _full(listed: Shapes, held: Shapes, tied: Mapping[str, str]) -> Iterator[str]:
+    """Yields the differences of a list from all tensors of an engine; tied names may stand in the list or not."""
+    for name in held.keys() - tied.keys() - listed.keys():
+        yield f"missing {name!r}"
+    for name, shape in listed.items():
+        expected = held.get(tied.get(name, name))
+        if expected is None:
+            yield f"unknown {name!r}"
+        elif shape != expected:
+            yield f"{name!r} has shape {shape}, not {expected}"
+
+
+DEMANDS: Mapping[UpdateKind, Callable[[Shapes, Shapes, Mapping[str, str]], Iterator[str]]] = {UpdateKind.FULL: _full}
+"""Function of each kind, with the arguments of `check_update`: yields the problems of a list."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moerl.contract.update_kinds import check_update
-from moerl.contract.weight_update import REMEDY, Arrivals, WeightUpdate
+from moerl.contract.weight_update import REMEDY, Arrivals, WeightUpdate, check_update
 from moerl.errors import WeightSyncError
 
 _GATE_UP = ".experts.gate_up_proj"

@@ -23,8 +23,7 @@ from moerl.contract.ports import (
     RolloutRequest,
     SamplingCosts,
 )
-from moerl.contract.update_kinds import check_update
-from moerl.contract.weight_update import WeightUpdate
+from moerl.contract.weight_update import WeightUpdate, check_update
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel

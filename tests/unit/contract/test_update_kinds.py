@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moerl.contract.update_kinds import DEMANDS, check_update
-from moerl.contract.weight_update import UpdateKind, WeightUpdate
+from moerl.contract.weight_update import DEMANDS, UpdateKind, WeightUpdate, check_update
 from moerl.errors import WeightSyncError
 
 HELD = {"a": (2, 3), "b": (4,)}
