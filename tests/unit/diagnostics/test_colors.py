@@ -80,3 +80,18 @@ def test_pngs_have_the_colours_of_the_page() -> None:
     assert lines["routing and sampling mask kept"] == MEANINGS["both"]
     assert lines["sampled responses"] == lines["sampled, training problems"] == MEANINGS["sampled"]
     assert lines["greedy, dev problems"] == MEANINGS["evaluation"]
+
+
+def test_turns_of_one_report_are_drawn_together_and_each_has_a_colour() -> None:
+    steps = tuple(
+        replace(step, metrics={f"turn/{turn}/tokens_mean": 4.0 + turn for turn in (1, 2, 3)})
+        for step in full_report().steps
+    )
+    report = replace(full_report(), steps=steps)
+    chart = figures.over_steps([("", report)])
+    colors = colors_in(chart, choice_of(chart, "Sampled tokens, by turn"))
+    assert [*colors] == ["turn 1", "turn 2", "turn 3"]
+    assert len({*colors.values()}) == 3
+    both = figures.over_steps([("one", report), ("other", report)])
+    assert both is not None
+    assert not [choice.label for choice in both.choices if "by turn" in choice.label]
