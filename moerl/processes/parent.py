@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import sys
@@ -17,8 +18,6 @@ from moerl.processes.spared import ignore_stop_signals
 _PARENT = "MOERL_CONTROLLER_PID"
 """Variable with the id of the process that a child dies with."""
 _PR_SET_PDEATHSIG = 1
-_GONE = EOFError, BrokenPipeError, ConnectionResetError
-"""Errors of a connection whose other side is gone."""
 
 
 def new_rendezvous(folder: Path) -> Path:
@@ -35,15 +34,28 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 @contextlib.contextmanager
 def connected(descriptor: str) -> Iterator[socket.socket]:
     """Makes this process, a `moerl.processes.child.Child`, end with its parent and by no signal to the whole job, and
-    yields its connection to the parent. Ends the block in silence once the parent is gone: nobody is there to be told.
+    yields its connection to the parent. Ends the block in silence if the connection breaks off: nobody is there to be
+    told.
 
     Args:
         descriptor: of the connection, as the command line of this process has it.
     """
     ignore_stop_signals()
     die_with(int(os.environ[_PARENT]))
-    with socket.socket(fileno=int(descriptor)) as connection, contextlib.suppress(*_GONE):
-        yield connection
+    with socket.socket(fileno=int(descriptor)) as connection:
+        try:
+            yield connection
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            # Files and other connections raise these, too.
+            if not _has_ended(connection):
+                raise
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Returns whether the other side of a connection is gone."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
 
 
 def die_with(parent: int) -> None:

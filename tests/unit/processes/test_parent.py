@@ -1,0 +1,41 @@
+"""The end of a child process by what happens to its connection."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moerl.processes.child import Child, describe_output
+
+SERVES = """
+import sys
+from moerl.processes.channel import receive, send
+from moerl.processes.parent import connected
+with connected(sys.argv[1]) as connection:
+    send(connection, b"begun")
+    {body}
+"""
+
+
+def started(body: str, log: Path) -> Child:
+    child = Child([sys.executable, "-c", SERVES.format(body=body)], log)
+    child.receive(60.0)
+    return child
+
+
+@pytest.mark.parametrize("error", ["EOFError", "BrokenPipeError", "ConnectionResetError"])
+def test_an_error_of_something_else_is_not_taken_for_the_end_of_the_connection(error: str, tmp_path: Path) -> None:
+    child = started(f"raise {error}('of a file')", tmp_path / "log")
+    assert child.describe_end(60.0) == "it ended with status 1"
+    assert f"{error}: of a file" in (tmp_path / "log").read_text()
+    child.release()
+
+
+def test_a_child_ends_in_silence_once_its_connection_is_gone(tmp_path: Path) -> None:
+    child = started("receive(connection)", tmp_path / "log")
+    child.socket.close()
+    assert child.describe_end(60.0) == "it ended with status 0"
+    assert describe_output(child.log) == "it wrote nothing"
+    child.release()
