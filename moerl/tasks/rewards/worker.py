@@ -1,4 +1,4 @@
-"""The process that calls a user's reward function. Started by `moerl.tasks.rewards.guard` as a script, so it imports
+"""The process that calls a user's reward function. Started by `moerl.processes.guard` as a script, so it imports
 the standard library alone.
 
     worker.py FAULTS

@@ -278,8 +278,17 @@ def test_an_answer_behind_other_tokens_is_refused() -> None:
 
 
 def test_an_answer_that_nobody_asked_for_is_refused_and_counts_for_no_episode() -> None:
-    stream = FakeStream(lambda r: [response(request("somebody")), response(r), response(r)])
-    found = ends(one_turn, stream)
+    async def two_turns(session: Session) -> Mapping[str, float]:
+        # What comes after the last turn of all may come too late to be seen.
+        await session.sample()
+        await session.sample()
+        return {"reward": 1.0}
+
+    def answers(asked: RolloutRequest) -> list[RolloutRecord]:
+        is_first = asked.lineage.rollout_id == "r0#0"
+        return [response(request("somebody")), response(asked), response(asked)] if is_first else [response(asked)]
+
+    found = ends(two_turns, FakeStream(answers))
     assert sorted((each.rollout_id, getattr(each.error, "reason", "")) for each in found) == [
         ("r0", ""),
         ("r0#0", Reason.ROLLOUT_UNREQUESTED),
