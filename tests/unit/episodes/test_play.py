@@ -344,16 +344,22 @@ def test_a_caller_that_stops_cancels_the_rest() -> None:
 
 def test_an_environment_that_does_not_let_itself_be_cancelled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moerl.episodes.play._CANCEL_SECONDS", 0.05)
-    may_block, blocks, released = threading.Event(), threading.Event(), threading.Event()
+    sampled, may_block, blocks, released = (threading.Event() for _ in range(4))
+
+    async def ends_behind_it(session: Session) -> Mapping[str, float]:
+        await session.sample()
+        await in_thread(sampled.wait)
+        return {"reward": 1.0}
 
     async def stubborn(session: Session) -> Mapping[str, float]:
         await session.sample()
+        sampled.set()
         await in_thread(may_block.wait)
         blocks.set()
         released.wait()
         return {"reward": 1.0}
 
-    stream, episodes = FakeStream(), [Episode(request(), one_turn), Episode(request("r1"), stubborn)]
+    stream, episodes = FakeStream(), [Episode(request(), ends_behind_it), Episode(request("r1"), stubborn)]
     played = play(episodes, stream, check, TEXTS, turn_seconds=300.0)
     assert next(played).rollout_id == "r0"
     may_block.set()
