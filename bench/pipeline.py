@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch  # noqa: F401 - a run on one machine has loaded it, and its allocations change the times by a tenth
 import zstandard
 from _report import Result, command_line, json_argument, report
 from wire import SPEC, sample_trajectory
