@@ -6,7 +6,7 @@ Runs in an event loop, one call at a time: the engine's own, or in a trainer ran
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -70,7 +70,13 @@ class Sender:
         for key, channel in self._channels.items():
             if key in keys:
                 members.setdefault(channel.network if self._together else key, {})[key] = channel
-        await asyncio.gather(*(self._send(name, channels, bucket, number) for name, channels in members.items()))
+        for name, channels in members.items():
+            if name not in self._groups:
+                self._groups[name] = next(iter(channels.values())).new_group()
+        sends = (self._groups[name].send(bucket, channels, number) for name, channels in members.items())
+        results = await asyncio.gather(*sends, return_exceptions=True)
+        for channels, result in zip(members.values(), results, strict=True):
+            await self._leave_failed(channels, result)
 
     def take(self, version: int) -> Collection[str]:
         """Closes the set; returns the names of the tensors in it. Raises as `WeightSet.part`."""
@@ -134,15 +140,16 @@ class Sender:
             except (WeightSyncError, OSError) as error:
                 self._failed[target.key] = str(error)
 
-    async def _send(self, name: str, channels: dict[str, WeightChannel], bucket: Bucket, number: int) -> None:
-        if name not in self._groups:
-            self._groups[name] = next(iter(channels.values())).new_group()
-        try:
-            errors = await self._groups[name].send(bucket, channels, number)
-        except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of addresses
-            failed = WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
-            errors = dict.fromkeys(channels, failed)
-        for key, error in errors.items():
+    async def _leave_failed(
+        self, channels: Mapping[str, WeightChannel], result: Mapping[str, WeightSyncError] | BaseException
+    ) -> None:
+        """Leaves the servers of a group to which a bucket was not sent."""
+        if isinstance(result, (RuntimeError, OSError, ValueError)):  # of torch's process groups, of addresses
+            failed = WeightSyncError(f"weight update: {type(result).__name__}", seen=result, expected="a whole update")
+            result = dict.fromkeys(channels, failed)
+        elif isinstance(result, BaseException):
+            raise result
+        for key, error in result.items():
             self._failed[key] = str(error)
             if key in self._channels:  # not left meanwhile
                 await self._forget(key).abandon()

@@ -127,27 +127,10 @@ class SenderGroup:
     def push(self, flat: Tensor) -> None:
         """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError if that fails; the group is then of no
         more use."""
-        if self._options.backend == "gloo":
-            self._push_pieces(flat)
-            return
-        work = dist.broadcast(flat.to(self._options.device), group_src=0, group=self._group, async_op=True)
-        assert work is not None
-        until = time.monotonic() + self._options.piece_seconds
-        while not work.is_completed():  # `wait` only orders streams
-            if time.monotonic() >= until:
-                raise RuntimeError(f"weight relay: rank 1 is late: no broadcast for {self._options.piece_seconds:g} s")
-            time.sleep(_POLL_SECONDS)
-        work.wait()
-
-    def leave(self) -> None:
-        """Gives the group up; receivers are not told."""
-        group, self._group = self._group, None
-        if group is not None:
-            # With NCCL, what is under way never ends: not to be waited for.
-            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
-
-    def _push_pieces(self, flat: Tensor) -> None:
         seconds, start = self._options.piece_seconds, time.monotonic()
+        if self._options.backend != "gloo":
+            self._broadcast(flat.to(self._options.device), until=start + seconds)
+            return
         try:
             # gloo sends from host memory.
             for work in [self._group.send([piece], 1, 0) for piece in flat.cpu().split(PIECE_BYTES)]:
@@ -156,6 +139,22 @@ class SenderGroup:
         except RuntimeError as error:
             state = "late" if time.monotonic() - start >= 0.9 * seconds else "gone"
             raise RuntimeError(f"weight relay: rank 1 is {state}: {error}") from error
+
+    def leave(self) -> None:
+        """Gives the group up; receivers are not told."""
+        group, self._group = self._group, None
+        if group is not None:
+            # With NCCL, what is under way never ends: not to be waited for.
+            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+
+    def _broadcast(self, flat: Tensor, until: float) -> None:
+        work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
+        assert work is not None
+        while not work.is_completed():  # `wait` only orders streams
+            if time.monotonic() >= until:
+                raise RuntimeError(f"weight relay: rank 1 is late: no broadcast for {self._options.piece_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        work.wait()
 
     def _ranks(self, receiver: int) -> tuple[int, int]:
         firsts = [invitation.first_rank for invitation in self.invitations]
