@@ -9,6 +9,7 @@ episodes have a line of their own. Runs that `--runs` holds already are read, no
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 CALLS = "reward/tool_calls/mean"
 """Metric of the calls of tools of a sampled episode."""
+MINUTES = 10.0
+"""Goal: the longest that a run may take, cold start and evaluations included."""
 Curve = Mapping[int, float]
 """Accuracy by step; 0 is the cold start."""
 
@@ -57,6 +60,11 @@ def heldout(folder: Path) -> tuple[float, float]:
     return found[0], found[-1]
 
 
+def minutes(folder: Path) -> float:
+    """Reads the minutes that a run took."""
+    return json.loads((folder / "summary.json").read_text())["wall_seconds"] / 60
+
+
 def mean_curve(curves: Sequence[Curve]) -> Curve:
     """Returns the mean over curves, at the steps that all of them have."""
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -75,7 +83,9 @@ def results(recipe: str, folders: Sequence[Path]) -> list[Result]:
     ends = {"first": min(calls), "last": max(calls)} if calls else {}
     before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     curves = [dev_curve(folder) for folder in folders]
+    slowest = max(minutes(folder) for folder in folders)
     return [
+        Result(f"{recipe}: slowest seed", slowest, f"<= {MINUTES:g}", slowest <= MINUTES, "minutes"),
         result("held-out problems, cold start", before),
         result("held-out problems, after RL", after, "above the cold start with every seed", min(after) > max(before)),
         *(Result(f"{recipe}: tool calls of a sampled episode, {when} step", calls[at]) for when, at in ends.items()),
