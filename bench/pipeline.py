@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch  # noqa: F401 - a run on one machine has loaded it, and its allocations change the times by a tenth
+import torch
 import zstandard
 from _report import Result, command_line, json_argument, report
 from wire import SPEC, sample_trajectory
@@ -174,6 +174,8 @@ def results() -> list[Result]:
 
 def main() -> None:
     json_path = json_argument(__doc__)
+    # A run on one machine has loaded torch, too: without it the same code takes a tenth longer.
+    torch.set_num_threads(1)
     report(results(), json_path)
 
 

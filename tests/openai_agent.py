@@ -4,7 +4,6 @@ Its address and key come from the environment; it prints what it saw as JSON. Ru
 client.
 """
 
-# pyright: basic, reportMissingImports=false
 import json
 
 from openai import BadRequestError, OpenAI

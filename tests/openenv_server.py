@@ -3,7 +3,6 @@
 Runs with an interpreter that has OpenEnv.
 """
 
-# pyright: basic, reportMissingImports=false
 import random
 import socket
 import sys

@@ -5,7 +5,6 @@ the kind (`turns` or `tool`) by one of verifiers' own clients (`eval` sends mess
 prints the episode's score as JSON. Runs with an interpreter that has verifiers.
 """
 
-# pyright: basic, reportMissingImports=false
 import asyncio
 import json
 import os

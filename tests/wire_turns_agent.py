@@ -3,7 +3,6 @@
 Addresses and keys come from the environment. Runs with an interpreter that has both clients.
 """
 
-# pyright: basic, reportMissingImports=false
 from anthropic import Anthropic
 from openai import OpenAI
 
