@@ -88,7 +88,7 @@ step=()
 # Before the first task: it may say that it runs, and be told to stop, at once.
 for signal in TERM USR1 USR2; do
   # shellcheck disable=SC2064
-  trap "for task in \\"\\${step[@]}\\"; do kill -$signal -- -\\$task; done" "$signal"
+  trap "interrupted=1; for task in \\"\\${step[@]}\\"; do kill -$signal -- -\\$task; done" "$signal"
 done
 for ((task = 0; task < tasks; task++)); do
   setsid env "${kept[@]}" SLURM_PROCID="$task" SLURM_NODEID="$task" "$@" &
@@ -96,7 +96,9 @@ for ((task = 0; task < tasks; task++)); do
 done
 status=0
 for task in "${step[@]}"; do
-  while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done
+  # A signal ends `wait` before the task has ended.
+  interrupted=1
+  while [ "$interrupted" = 1 ]; do interrupted=0; wait "$task"; code=$?; done
   [ "$code" = 0 ] || status=$code
   kill -KILL -- "-$task" 2>/dev/null
 done
