@@ -75,38 +75,46 @@ def group_advantages(
     return centered_B.float()
 
 
-def pass_at_k_advantages(rewards_B: Tensor, group_index_B: Tensor, k: int) -> Tensor:
-    """Returns what each rollout adds to the best of k: the mean of `max(r_i, max(S)) - max(S)` over all sets S of k - 1
-    others of its group. float32 [B], computed in float64.
+def pass_at_k_advantages(
+    rewards_B: Tensor, group_index_B: Tensor, k: int, episode_index_B: Tensor | None = None
+) -> Tensor:
+    """Returns what each episode adds to the best of k: the mean of `max(r_i, max(S)) - max(S)` over all sets S of k - 1
+    others of its group. All rollouts of an episode get the same. float32 [B], computed in float64.
 
-    The mean over rollouts of k times these numbers, with the gradients of their log-probs, is an unbiased gradient of
+    The mean over episodes of k times these numbers, with the gradients of their log-probs, is an unbiased gradient of
     E[max of k rewards], with binary rewards pass@k, with a leave-one-out baseline (PKPO: Walder and Karkhanis 2025,
-    arXiv:2505.15201). Never negative. If k is the size of the group, the best rollout gets its lead over the second,
+    arXiv:2505.15201). Never negative. If k is the size of the group, the best episode gets its lead over the second,
     and the others 0.
 
     Args:
         rewards_B: finite, any float dtype. group_index_B: int64; equal values form a group.
-        k: at least 2. A group that is smaller, because rollouts were refused, counts by the best of as many as it has;
-            a rollout without others gets 0.
+        k: at least 2. A group that is smaller, because episodes were refused, counts by the best of as many as it has;
+            an episode without others gets 0.
+        episode_index_B: as in `group_advantages`.
 
     Raises:
         RewardError: shapes differ, or a reward is not finite.
     """
     _check(rewards_B, group_index_B)
-    out_B = torch.zeros(len(rewards_B), dtype=torch.float64)
-    for group in group_index_B.unique().tolist():
-        at_n = torch.nonzero(group_index_B == group)[:, 0]
+    given_B = torch.arange(len(rewards_B)) if episode_index_B is None else episode_index_B
+    episode_B = given_B.unique(return_inverse=True)[1]
+    sizes_E = episode_B.bincount()
+    rewards_E = torch.zeros(len(sizes_E), dtype=torch.float64).index_add(0, episode_B, rewards_B.double()) / sizes_E
+    group_E = torch.zeros_like(sizes_E).scatter(0, episode_B, group_index_B)
+    out_E = torch.zeros_like(rewards_E)
+    for group in group_E.unique().tolist():
+        at_n = torch.nonzero(group_E == group)[:, 0]
         size = len(at_n)
         chosen = min(k, size)
         if chosen < 2:
             continue
-        rewards_n, order_n = rewards_B[at_n].double().sort()
+        rewards_n, order_n = rewards_E[at_n].sort()
         values = rewards_n.tolist()
         # In ascending order; of the sets S, those whose largest member stands at j < i are C(j, k - 2).
         sets = math.comb(size - 1, chosen - 1)
         gains = [sum((values[i] - values[j]) * math.comb(j, chosen - 2) for j in range(i)) / sets for i in range(size)]
-        out_B[at_n[order_n]] = torch.tensor(gains, dtype=torch.float64)
-    return out_B.float()
+        out_E[at_n[order_n]] = torch.tensor(gains, dtype=torch.float64)
+    return out_E[episode_B].float()
 
 
 def whitened(advantages_B: Tensor, num_tokens_B: Tensor, *, eps: float = 1e-8) -> Tensor:

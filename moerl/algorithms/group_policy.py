@@ -214,7 +214,8 @@ class GroupPolicy(AlgorithmSection):
             rewards_B = rewards_B - self.kl_coef * batch.kl_B
         units = toolbox.credit_units(batch, rewards_B, self.credit)
         if self.pass_k is not None:
-            advantages_U = toolbox.pass_at_k_advantages(units.rewards_U, units.group_index_U, self.pass_k)
+            compared = (units.rewards_U, units.group_index_U)
+            advantages_U = toolbox.pass_at_k_advantages(*compared, self.pass_k, units.episode_index_U)
         else:
             advantages_U = toolbox.group_advantages(
                 units.rewards_U,

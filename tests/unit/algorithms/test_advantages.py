@@ -160,6 +160,20 @@ def test_an_episode_of_several_rollouts_counts_once_in_its_group(
     torch.testing.assert_close(split, plain[episodes], rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None)
+@given(batches(), st.integers(2, 5), st.integers(1, 3))
+def test_an_episode_of_several_rollouts_counts_once_for_pass_at_k(
+    batch: tuple[torch.Tensor, torch.Tensor], k: int, times: int
+) -> None:
+    """Also if its rollouts have different rewards: the episode has their mean."""
+    rewards, groups = batch
+    parts = torch.arange(len(rewards)) % times + 1
+    episodes = torch.arange(len(rewards)).repeat_interleave(parts)
+    around = torch.cat([torch.arange(int(n)) - (n - 1) / 2 for n in parts])
+    split = pass_at_k_advantages(rewards[episodes] + around, groups[episodes], k, episodes)
+    torch.testing.assert_close(split, pass_at_k_advantages(rewards, groups, k)[episodes], rtol=1e-5, atol=1e-6)
+
+
 def test_leave_one_out_over_episodes_compares_with_the_mean_of_each_other_episode() -> None:
     rewards, episodes = torch.tensor([1.0, 0.0, 4.0, 2.0, 6.0, 1.0]), torch.tensor([0, 0, 1, 2, 2, 2])
     found = group_advantages(
