@@ -91,7 +91,7 @@ COMMANDS = {
         keys=(
             *("run_dir", "num_threads", "model.path", *_SAMPLING, "task.name", "task.path", "task.hub", "task.splits"),
             *("task.prompt", "task.chat_options", "task.rewards", "task.reward", "evaluation.heldout_problems"),
-            *("evaluation.samples", "evaluation.temperature", "evaluation.top_p"),
+            *("evaluation.samples", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k"),
         ),
     ),
     "plan memory": CommandText(

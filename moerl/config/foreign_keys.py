@@ -49,6 +49,7 @@ VERL = {
     f"{_ROLLOUT}.engine_kwargs.sglang": "rollout.server_args",
     f"{_ROLLOUT}.val_kwargs.temperature": "evaluation.temperature",
     f"{_ROLLOUT}.val_kwargs.top_p": "evaluation.top_p",
+    f"{_ROLLOUT}.val_kwargs.top_k": "evaluation.top_k",
     f"{_ROLLOUT}.val_kwargs.n": "evaluation.samples",
     "algorithm.adv_estimator": "algorithm",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",

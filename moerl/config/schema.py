@@ -16,6 +16,7 @@ from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
+from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.machine.memory import Needs
 from moerl.scorers.registry import ScorerConfig
 from moerl.scorers.section import ScorerName
@@ -281,6 +282,9 @@ class EvaluationConfig(Section):
     )
     temperature: Positive = Field(description="Temperature of these samples.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus of these samples.")
+    top_k: Annotated[int, Field(ge=1, le=MAX_KEPT_IDS)] | None = Field(
+        default=None, description="Most likely tokens that these samples are drawn from; null = rollout.top_k."
+    )
 
 
 class CheckpointConfig(Section):

@@ -23,7 +23,7 @@ from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.tokenizer import Tokenizer, num_ids
-from moerl.contract.trajectory import ModelSpec, SamplingParams
+from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
 from moerl.machine.model_files import INITIAL_MODEL
@@ -40,7 +40,13 @@ from moerl.orchestration.history import take_changes
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage, make_room
-from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
+from moerl.orchestration.rollouts import (
+    Collector,
+    EvaluationPlan,
+    evaluation_sampling,
+    in_request_order,
+    sampling_params,
+)
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.scorers import open_scorers
 from moerl.orchestration.scoring import Scoring
@@ -352,9 +358,8 @@ def _collector(
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
     length, say = config.rollout.max_new_tokens, run.reporter.say
     watch = run.reporter.within
-    asked = config.evaluation
-    sampling = SamplingParams(asked.temperature, asked.top_p, config.rollout.top_k, seed=config.seed)
-    plan = EvaluationPlan(config.run_dir / "evaluations", asked.samples, sampling)
+    sampling = evaluation_sampling(config.evaluation, config.rollout, config.seed)
+    plan = EvaluationPlan(config.run_dir / "evaluations", config.evaluation.samples, sampling)
     options = config.task.template_options
     return Collector(
         *(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options),

@@ -13,6 +13,7 @@ from typing import Any
 from moerl.buffer.turns import TurnMemory
 from moerl.config.episodes import EpisodeConfig
 from moerl.config.rollouts import RolloutConfig
+from moerl.config.schema import EvaluationConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.files import writing
@@ -314,6 +315,12 @@ class Collector:
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:
     """Returns the sampling distribution of training rollouts."""
     return SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p, seed)
+
+
+def evaluation_sampling(asked: EvaluationConfig, rollout: RolloutConfig, seed: int) -> SamplingParams:
+    """Returns the sampling distribution of the samples of an evaluation."""
+    top_k = rollout.top_k if asked.top_k is None else asked.top_k
+    return SamplingParams(asked.temperature, asked.top_p, top_k, seed=seed)
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from moerl.config.load import load_config
+from moerl.contract.trajectory import SamplingParams
 from moerl.orchestration.evaluation import GREEDY_SAMPLE, SHOWN_CHARACTERS, Evaluation, sample_texts, score_rows
 from moerl.orchestration.reporting import RunReporter
+from moerl.orchestration.rollouts import evaluation_sampling
 
 
 def row(
@@ -26,6 +29,14 @@ def row(
         "text": text,
         "reward_reward": reward,
     }
+
+
+@pytest.mark.parametrize(("keys", "top_k"), [(["evaluation.top_k=20"], 20), ([], 7)], ids=["its own", "of rollouts"])
+def test_samples_are_drawn_as_the_keys_of_evaluations_say(keys: list[str], top_k: int):
+    given = ["recipe=tiny", "evaluation.temperature=0.6", "evaluation.top_p=0.8", "rollout.top_k=7", *keys]
+    config = load_config([*given, "run_dir=runs/x"], command="train")
+    sampling = evaluation_sampling(config.evaluation, config.rollout, 3)
+    assert sampling == SamplingParams(0.6, 0.8, top_k, seed=3)
 
 
 def test_scores_are_of_all_problems_and_of_each_set():
