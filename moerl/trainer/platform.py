@@ -42,8 +42,7 @@ def prepare() -> None:
     keep_freed_memory()
     # torch's extension builder looks for CUDA when Megatron is imported, and warns; its absence is known here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Megatron's jit_fuser is torch.compile, which would call a C++ compiler at run time for very small kernels.
-    torch.compiler.set_stance("force_eager")
+    _compile_nothing()
     _replace_cuda_functions()
     _replace_rng_state()
     _replace_cuda_literals()
@@ -126,6 +125,19 @@ def gpu_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+def _compile_nothing() -> None:
+    """Has `torch.compile` return what it is given.
+
+    Megatron decorates very small functions with it, for which it would call a C++ compiler at run time. Its stance
+    "force_eager" would do, too, but takes two seconds to import the compiler.
+    """
+
+    def compile[T](model: T | None = None, **options: object) -> T | Callable[[T], T]:
+        return (lambda given: given) if model is None else model
+
+    torch.compile = compile
 
 
 # --- 1: torch.cuda ---------------------------------------------------------------------------------------------------

@@ -139,13 +139,27 @@ def import_the_bridge(layout: Any) -> dict[str, Any]:
             if name.startswith("megatron.") and getattr(module, "HAVE_TE", False) is True
         ],
         "cuda_types": torch.zeros(1).type(),
+        "compiler": "torch._inductor.compile_fx" in sys.modules,
     }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
 def test_importing_the_bridge_leaves_no_stand_in_for_transformer_engine(one_process: Ranks) -> None:
     (result,) = one_process.run(import_the_bridge)
-    assert result == {"same": True, "stubs": [], "believers": [], "cuda_types": "torch.FloatTensor"}
+    assert result == {"same": True, "stubs": [], "believers": [], "cuda_types": "torch.FloatTensor", "compiler": False}
+
+
+def compile_a_function(layout: Any) -> list[bool]:
+    platform.prepare()
+
+    def plain(tensor: Tensor) -> Tensor:
+        return tensor + 1
+
+    return [torch.compile(plain) is plain, torch.compile(dynamic=True)(plain) is plain]
+
+
+def test_on_a_cpu_functions_stay_as_they_are(one_process: Ranks) -> None:
+    assert one_process.run(compile_a_function) == [[True, True]]
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
