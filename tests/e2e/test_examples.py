@@ -17,6 +17,8 @@ import pytest
 from example_commands import EXAMPLES, command_of
 from moerl_runs import Runs, rows
 
+ALIKE = ("distillation", "foreign_dump", "programs")
+"""Their parts have tests of their own; CI runs the other examples."""
 FOLDERS = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
 FEW = (
     *("sft.steps=2", "sft.batch_size=8", "sft.num_examples=64", "rl.steps=1", "rl.prompts_per_step=4"),
@@ -64,7 +66,9 @@ def words_of(command: str) -> list[list[str]]:
     return [words[i + 1 : j] for i, j in zip([-1, *ands], [*ands, len(words)], strict=True)]
 
 
-@pytest.mark.parametrize("example", FOLDERS)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FOLDERS]
+)
 def test_the_command_of_an_example_runs_in_a_copy_of_its_folder(example: str, forked: Runs, tmp_path: Path) -> None:
     wanted = OUTCOMES[example]
     folder, no_ray = tmp_path / example, tmp_path / "path"

@@ -30,7 +30,11 @@ def reasons(run: Path) -> list[str]:
         (("shift_routing", {"call": 3}), "checksum"),
         # Frames carry the batches of the cold start, too: six steps of it, then two minibatches in each step.
         (("flip_bit_of_frame", {"call": 6 + 3}), "error: contract: "),
-        (("repeat_an_expert", {"call": 2}), "error: contract: repeated_expert in field 'expert_ids'"),
+        pytest.param(
+            ("repeat_an_expert", {"call": 2}),
+            "error: contract: repeated_expert in field 'expert_ids'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_damaged_batch_stops_the_run_before_its_update(

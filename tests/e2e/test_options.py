@@ -102,12 +102,14 @@ def test_recomputed_activations_change_nothing_and_are_verified_too(
         assert row == expected
 
 
+@pytest.mark.slow
 def test_a_trainer_in_bf16_runs(train: Callable[..., Steps]) -> None:
     for row in train("model.dtype=bfloat16", "rollout.dtype=bfloat16"):
         assert 0 < row["mismatch/logprob_abs_mean"] < 0.05
         assert row["replay/rows_verified"] > 0
 
 
+@pytest.mark.slow
 def test_small_microbatches_train_the_same(forked: Runs, tmp_path: Path) -> None:
     steps = []
     # The load-balancing loss is one of each microbatch.
@@ -176,6 +178,7 @@ def test_a_run_without_a_cold_start_begins_with_reinforcement_learning(
     assert all(row["stage"] != "sft" for row in rows(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
     train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
 ) -> None:

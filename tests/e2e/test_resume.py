@@ -52,9 +52,11 @@ KILLS = {
         (kill("moerl.orchestration.reporting:write_summary"), "rl: going on from step 5"),
     ],
 }
+ALIKE = ("in the cold start", "while it writes what it leaves")
+"""What the others show, at more places."""
 
 
-@pytest.mark.parametrize("when", KILLS)
+@pytest.mark.parametrize("when", [pytest.param(each, marks=[pytest.mark.slow] * (each in ALIKE)) for each in KILLS])
 def test_a_run_killed_again_and_again_ends_as_if_undisturbed(
     when: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:

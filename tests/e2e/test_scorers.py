@@ -62,6 +62,7 @@ def test_a_teacher_that_is_the_policy_itself_gives_the_log_probs_of_the_engine(
     assert not list((run / "logs").glob("scorer-*")), "a process that said nothing leaves no log"
 
 
+@pytest.mark.slow
 def test_rollouts_that_are_sampled_alone_are_scored_for_a_run_from_dumps(
     forked: Runs, start: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +80,8 @@ def test_rollouts_that_are_sampled_alone_are_scored_for_a_run_from_dumps(
     assert abs(step["score/teacher/policy_gap"]) < 1e-5
 
 
-@pytest.mark.parametrize("where", [(), pytest.param(BESIDE, marks=pytest.mark.slow)], ids=["embedded", "beside"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [(), BESIDE], ids=["embedded", "beside"])
 def test_a_run_whose_teacher_dies_says_so_and_goes_on_with_another_process(
     where: tuple[str, ...], forked: Runs, start: Path, tmp_path: Path
 ) -> None:

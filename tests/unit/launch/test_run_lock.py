@@ -77,6 +77,7 @@ def finish(process: Process) -> int:
     return process.returncode
 
 
+@pytest.mark.slow
 def test_of_two_runs_started_at_once_in_one_directory_exactly_one_trains(
     tmp_path: Path, started: list[Process]
 ) -> None:

@@ -99,7 +99,7 @@ def make_texts() -> list[Any]:
     "options",
     [
         {"dtype": "bfloat16", "recompute": "full"},
-        {"dtype": "bfloat16", "sharding": "on", "offload": 0.5},
+        pytest.param({"dtype": "bfloat16", "sharding": "on", "offload": 0.5}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "sharding": "overlap", "expert_bias": "update"}, marks=pytest.mark.slow),
         pytest.param({"recompute": "selective", "sharding": "on", "moe_aux_loss_coef": 0.05}, marks=pytest.mark.slow),
