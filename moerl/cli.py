@@ -14,6 +14,7 @@ import os
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -117,6 +118,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(command: str, options: argparse.Namespace) -> int:
+    started = time.monotonic()
     refuse_other_launchers()
     if command == "train" and options.multirun:
         from moerl.launch.sweeps.command import sweep
@@ -130,7 +132,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
             return ready
         if ready is None:
             print("stopped before the run began: the same command starts it", file=sys.stderr)
-        elif (status := _run_controller(command, *ready, stop)) != STOPPED:
+        elif (status := _run_controller(command, *ready, stop, started)) != STOPPED:
             return status
         # A run that a person ended must not be requeued.
         return _INTERRUPTED if stop.signal == "SIGINT" else STOPPED
@@ -174,7 +176,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     return config, resume, lock
 
 
-def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, stop: StopRequest) -> int:
+def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, stop: StopRequest, started: float) -> int:
     from moerl.orchestration import commands
 
     try:
@@ -182,7 +184,7 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
             return commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)
         run = commands.run_train if command == "train" else commands.run_sft
         with stop.within(config.checkpoint.grace_seconds):
-            status = run(config, resume=resume, stop=stop, lock=lock)
+            status = run(config, resume=resume, stop=stop, started=started, lock=lock)
     except GraceOverError:
         status = STOPPED
     except BaseException as error:  # whatever ended the run

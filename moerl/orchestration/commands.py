@@ -55,20 +55,23 @@ from moerl.orchestration.task_texts import TextUse, check_prompts
 from moerl.telemetry.sinks import METRICS_FILE
 
 
-def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
+def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, started: float, lock: int | None = None) -> int:
     """Trains a cold start, if one is configured, then by RL; leaves a run directory. Returns exit code 0, or `STOPPED`.
 
     Args:
+        started: begin of the command, by `time.monotonic`.
         lock: descriptor of the lock of the run directory, which the ranks inherit.
     """
     with _open_run(config, "train", resume=resume, lock=lock) as (run, model_path):
+        run.started = started
         return _until_stopped(run, stop, lambda: _train(run, model_path))
 
 
-def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
-    """Trains a cold start alone; leaves a Hugging Face directory in `run_dir`/cold_start. Returns as `run_train`
-    does."""
+def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest, started: float, lock: int | None = None) -> int:
+    """Trains a cold start alone; leaves a Hugging Face directory in `run_dir`/cold_start. Takes and returns what
+    `run_train` does."""
     with _open_run(config, "sft", resume=resume, lock=lock) as (run, model_path):
+        run.started = started
         return _until_stopped(run, stop, lambda: _train_supervised(run, model_path))
 
 

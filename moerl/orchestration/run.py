@@ -33,7 +33,7 @@ from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
 from moerl.telemetry.progress import PARTS
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
-from moerl.telemetry.spans import Stopwatch, peak_rss_bytes, process_seconds
+from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointName, CheckpointStore
 
 
@@ -71,7 +71,8 @@ class Run:
         self.clear_devices: Callable[[], None] | None = None
         """Ends the engine on the trainer's devices, before the checkpoint of a run that a signal stops; None if there
         is no need."""
-        self._last_step = time.monotonic()
+        self.started = self._last_step = time.monotonic()
+        """Begin of the command, by `time.monotonic`."""
         self._checkpoint: tuple[str, int, Path] | None = None
         self._saved: tuple[str, int] | None = None
         self._said: set[str] = set()
@@ -80,7 +81,7 @@ class Run:
     @property
     def wall_seconds(self) -> float:
         """Seconds of the whole run, its start and earlier processes of a resumed run included."""
-        return self.state.wall_seconds + process_seconds()
+        return self.state.wall_seconds + time.monotonic() - self.started
 
     @property
     def peak_rss_bytes(self) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from moerl.telemetry.metrics import SPANS
 
@@ -44,13 +42,6 @@ class Stopwatch:
         metrics = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
-
-
-def process_seconds() -> float:
-    """Returns the seconds since this process began."""
-    # Behind the name, which may hold anything: field 22 of proc(5).
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_bytes() -> int:

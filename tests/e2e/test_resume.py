@@ -53,7 +53,7 @@ KILLS = {
     ],
 }
 ALIKE = ("in the cold start", "while it writes what it leaves")
-"""What the others show, at more places."""
+"""Kills like the others, at more places."""
 
 
 @pytest.mark.parametrize("when", [pytest.param(each, marks=[pytest.mark.slow] * (each in ALIKE)) for each in KILLS])

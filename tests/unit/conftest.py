@@ -17,7 +17,7 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, b
     fake = types.ModuleType("moerl.orchestration.commands")
 
     def make(name: str):
-        def run(config: RunConfig, resume: bool | None = None, stop: object = None, lock: int | None = None) -> int:
+        def run(config: RunConfig, resume: bool | None = None, **settings: object) -> int:
             calls.append((name, config, resume))
             return 0
 

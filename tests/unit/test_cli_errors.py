@@ -7,7 +7,9 @@ import io
 import os
 import re
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,27 @@ def test_a_run_that_fails_has_status_1(
     monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
     assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
     assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
+
+
+def test_the_time_of_a_run_counts_from_the_begin_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
+):
+    loaded: list[float] = []
+
+    def load(*overrides: Any, **settings: Any) -> RunConfig:
+        loaded.append(time.monotonic())
+        return load_config(*overrides, **settings)
+
+    monkeypatch.setattr("moerl.config.load.load_config", load)
+    begins: list[float] = []
+    monkeypatch.setattr(
+        sys.modules["moerl.orchestration.commands"],
+        "run_train",
+        lambda config, *, started, **settings: begins.append(started) or 0,
+    )
+    before = time.monotonic()
+    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 0
+    assert before <= begins[0] <= loaded[0]
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/one/anything")

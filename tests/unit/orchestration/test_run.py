@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,11 @@ def samples() -> list[TrainSample]:
     rng = np.random.default_rng(0)
     trajectories = [make_trajectory(rng, rollout_id=f"rollout-{i}") for i in range(3)]
     return [TrainSample(trajectory, np.zeros(len(trajectory), np.float32)) for trajectory in trajectories]
+
+
+def test_seconds_of_a_run_are_those_of_all_its_processes() -> None:
+    run = SimpleNamespace(state=SimpleNamespace(wall_seconds=100.0), started=time.monotonic() - 10.0)
+    assert 110.0 <= cast(property, Run.wall_seconds).__get__(run) < 200.0
 
 
 def test_an_applied_update_leaves_nothing_behind(tmp_path: Path) -> None:
