@@ -6,9 +6,12 @@ NVIDIA's libraries read the precision of products from the environment, too.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 
 SPINS = "GOMP_SPINCOUNT"
 """How often a thread of libgomp asks whether a wait is over before it sleeps; one round takes 10 to 60 ns."""
@@ -28,10 +31,25 @@ _LIBRARIES = r".*[/\\](site|dist)-packages[/\\]"
 
 def before_torch(environment: MutableMapping[str, str] = os.environ) -> None:
     """Bounds how long threads of torch spin, in this process and in those that it starts, unless the user has set that;
-    and ignores syntax warnings of libraries that are compiled for the first time in a new environment."""
+    ignores syntax warnings of libraries that are compiled for the first time in a new environment; and has the process
+    end without a search for garbage among all that these libraries hold, which takes two seconds."""
     if not any(name in environment for name in _OF_THE_USER):
         environment[SPINS] = str(NUM_SPINS)
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=_LIBRARIES)
+    atexit.register(gc.freeze)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Has Python look for no garbage inside the block, for imports of many modules: they leave none, and looking for it
+    takes a second of seven."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def tf32_variables(tf32: str) -> dict[str, str]:

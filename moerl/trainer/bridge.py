@@ -16,6 +16,7 @@ from typing import Any
 
 from moerl.errors import ConfigError
 from moerl.machine.shipped import BRIDGE
+from moerl.machine.torch_start import uncollected
 from moerl.trainer import platform
 
 
@@ -63,7 +64,7 @@ def import_bridge() -> Any:
     """
     platform.prepare()
     try:
-        with _transformer_engine_stub(), quiet():
+        with uncollected(), _transformer_engine_stub(), quiet():
             module = importlib.import_module("megatron.bridge")
     except ModuleNotFoundError as error:
         if error.name != "megatron.bridge":

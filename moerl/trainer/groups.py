@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ConfigError, MoerlError
+from moerl.machine.torch_start import uncollected
 from moerl.trainer import megatron_patches, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -36,10 +37,11 @@ def start(
             `moerl.contract.parallel`.
     """
     _check_world(world_size, dims)
-    platform.prepare()
-    megatron_patches.apply()
-    from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    with uncollected():
+        platform.prepare()
+        megatron_patches.apply()
+        from megatron.core import parallel_state as mpu
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

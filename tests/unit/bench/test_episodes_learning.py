@@ -20,7 +20,9 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("episodes_learning")
 
 
-def run_of(folder: Path, *dev: float, heldout: tuple[float, float], names: Sequence[str] = ()) -> Path:
+def run_of(
+    folder: Path, *dev: float, heldout: tuple[float, float], names: Sequence[str] = (), minutes: float = 2.0
+) -> Path:
     """A finished run with these accuracies on dev problems, and on held-out ones before and after."""
     folder.mkdir()
     rows: list[dict[str, Any]] = [
@@ -29,7 +31,7 @@ def run_of(folder: Path, *dev: float, heldout: tuple[float, float], names: Seque
     rows[0]["heldout/accuracy"], rows[-1]["heldout/accuracy"] = heldout
     rows.insert(1, {"stage": "rl", "step": 1, "accuracy/mean": 9.0, **dict.fromkeys(names, 0.25)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "summary.json").write_text("{}")
+    (folder / "summary.json").write_text(json.dumps({"wall_seconds": 60.0 * minutes}))
     return folder
 
 
@@ -38,7 +40,7 @@ def test_accuracies_are_means_over_seeds_and_must_rise_with_each(learning: Any, 
         run_of(tmp_path / "a", 0.1, 0.3, heldout=(0.2, 0.4)),
         run_of(tmp_path / "b", 0.3, 0.5, heldout=(0.3, 0.6)),
     ]
-    before, after, *dev = learning.results("guess", folders)
+    _, before, after, *dev = learning.results("guess", folders)
     assert (before.value, after.value, after.holds) == (pytest.approx(0.25), pytest.approx(0.5), True)
     assert after.spread == pytest.approx(0.2)
     assert [(each.name, each.value) for each in dev] == [
@@ -46,7 +48,15 @@ def test_accuracies_are_means_over_seeds_and_must_rise_with_each(learning: Any, 
         ("guess: dev problems, step 10", pytest.approx(0.4)),
     ]
     folders.append(run_of(tmp_path / "c", 0.3, 0.5, heldout=(0.3, 0.3)))
-    assert not learning.results("guess", folders)[1].holds
+    assert not learning.results("guess", folders)[2].holds
+
+
+def test_the_slowest_run_counts_and_may_take_ten_minutes(learning: Any, tmp_path: Path) -> None:
+    folders = [run_of(tmp_path / "a", 0.1, 0.3, heldout=(0.2, 0.4), minutes=9.5)]
+    assert learning.results("guess", folders)[0].holds
+    folders.append(run_of(tmp_path / "b", 0.1, 0.3, heldout=(0.2, 0.4), minutes=10.5))
+    slowest = learning.results("guess", folders)[0]
+    assert (slowest.value, slowest.holds) == (pytest.approx(10.5), False)
 
 
 def test_an_image_has_a_chart_of_each_recipe_and_runs_that_ended_are_not_repeated(

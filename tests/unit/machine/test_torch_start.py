@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moerl.machine.server_environment import server_environment
-from moerl.machine.torch_start import TF32, before_cuda, before_torch, has_tf32
+from moerl.machine.torch_start import TF32, before_cuda, before_torch, has_tf32, uncollected
 
 ROOT = Path(__file__).parents[3]
 WITH_TORCH = {
@@ -144,3 +145,25 @@ def test_commands_set_the_precision_of_products_before_they_import_torch() -> No
         with_torch = [i for i, line in enumerate(lines) if LEADS_TO_TORCH.search(line)]
         assert with_torch
         assert all(i > at for i in with_torch)
+
+
+def test_a_process_ends_without_a_search_for_garbage():
+    code = (
+        "import atexit, gc; from moerl.machine.torch_start import before_torch\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000)); before_torch({})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_imports_are_not_searched_for_garbage_and_others_are_also_behind_an_error():
+    def fails() -> None:
+        with uncollected():
+            assert not gc.isenabled()
+            with uncollected():
+                pass
+            assert not gc.isenabled(), "not by the inner one"
+            raise ImportError
+
+    with pytest.raises(ImportError):
+        fails()
+    assert gc.isenabled()
