@@ -3,9 +3,9 @@ PYTHON ?=
 # uv or pip; empty: uv if it is installed.
 INSTALLER ?=
 BIN := .venv/bin
-# Test processes, each with one thread: two more than cores, since tests of several processes wait for one another. Tests
+# Test processes, each with one thread: one more than cores, since tests of several processes wait for one another. Tests
 # that share an expensive set-up stay together.
-JOBS ?= $(shell expr $$(nproc) + 2)
+JOBS ?= $(shell expr $$(nproc) + 1)
 # What SGLang servers run on: cpu, or cuda if there are GPUs.
 SGLANG_DEVICE ?= cpu
 # Their release (empty: the default one), and the folder of their environment, which holds one release.

@@ -7,8 +7,8 @@ PARENT is the process id of the starter, STATUS a descriptor for the process ids
 MEMORY the bytes that each process of it may take. The command gets the guard's standard streams, a session of its own,
 and leaves the guard alone. The guard ends when the command ends, at SIGUSR2, when nobody holds the other end of its
 standard input, or when its parent is gone; it kills whatever still runs first, and ends in the way the command did. It
-hands SIGUSR1 on. Signals that were blocked when it started, those to a whole job, leave it alone, and are blocked when
-COMMAND starts.
+hands `HANDED_ON` on. Signals that were blocked when it started, those to a whole job, leave it alone, and are blocked
+when COMMAND starts.
 
 There are two guards, one the parent of the other. Every orphan becomes the child of the nearer one that lives, however
 it left its parent, session and environment. So if one guard is killed, the other one ends everything. If both are
@@ -29,6 +29,9 @@ from types import FrameType
 
 POLL_MILLISECONDS = 500
 """How often the guard looks for its parent; everything else wakes it at once."""
+
+HANDED_ON = signal.SIGRTMIN
+"""Signal that the command gets, too; its meaning is the command's."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,7 +63,7 @@ def _guard(parent: int, status: int, become: Callable[[int], None]) -> None:
     for number in (*spared, signal.SIGCHLD):
         signal.signal(number, _nothing)
     signal.signal(signal.SIGUSR2, lambda number, _: stop.append(number))
-    signal.signal(signal.SIGUSR1, lambda *_: [_kill(os.kill, pid, signal.SIGUSR1) for pid in guarded])
+    signal.signal(HANDED_ON, lambda *_: [_kill(os.kill, pid, HANDED_ON) for pid in guarded])
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     pid = os.fork()

@@ -35,6 +35,7 @@ EXAMINED = {
     "moerl/episodes/play.py: put": "a queue without an end, which has the error by then",
     "moerl/episodes/play.py: submit": "wakes the caller, who raises the error",
     "moerl/errors.py: undo": "what the rule asks for",
+    "moerl/machine/torch_start.py: enable": "a flag of Python",
     "moerl/http/server.py: cleanup": "of a server that nobody has asked yet",
     "moerl/http/server.py: gather": "returns errors",
     "moerl/tasks/games/textarena_game.py: getstate": "random numbers of this process",

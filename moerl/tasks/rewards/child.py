@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from moerl.processes.host import EXIT_SECONDS, PIPE, end_guarded, start_guarded, wait_for
-from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
+from moerl.tasks.rewards.worker import CALL_BYTES, DUMP_SIGNAL, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 MAX_REPLY_BYTES = 65_536
@@ -198,7 +198,7 @@ class RewardChild:
         return self._said
 
     def _late(self) -> ChildLostError:
-        self._process.send_signal(signal.SIGUSR1)
+        self._process.send_signal(DUMP_SIGNAL)
         deadline = time.monotonic() + DUMP_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._faults, selectors.EVENT_READ)

@@ -21,6 +21,7 @@ from waiting import eventually, is_alive
 from moerl.launch.sweeps.hosts import Ended, LocalHost, SweepJob
 from moerl.orchestration.templates import Templates
 from moerl.processes.child import Child
+from moerl.processes.guard import HANDED_ON
 from moerl.processes.host import PIPE, end_guarded, run_command, start_guarded, start_spared
 from moerl.processes.spared import STOP_SIGNALS
 from moerl.ranks.child import PROGRAM
@@ -31,6 +32,7 @@ from moerl.rollout.sglang.install import site_packages
 from moerl.scorers.model import ModelScorer
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.code import run_program
+from moerl.tasks.rewards.worker import DUMP_SIGNAL
 from moerl.telemetry.terminal import ShownLines
 
 # --- where children are started -------------------------------------------------------------------------------------
@@ -233,6 +235,11 @@ def test_a_reward_is_spared_and_what_it_starts_is_not(fork: bool, tmp_path: Path
         assert not signals_of(pid, "SigBlk") & {*STOP_SIGNALS}
     finally:
         child.kill()
+
+
+def test_no_stop_signal_has_a_reward_dump_its_stack() -> None:
+    assert DUMP_SIGNAL == HANDED_ON
+    assert DUMP_SIGNAL not in STOP_SIGNALS
 
 
 def test_a_program_that_is_scored_is_spared() -> None:
