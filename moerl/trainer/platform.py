@@ -19,6 +19,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,11 +129,12 @@ def gpu_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _compile_nothing() -> None:
-    """Has `torch.compile` return what it is given.
-
-    Megatron decorates very small functions with it, for which it would call a C++ compiler at run time. Its stance
-    "force_eager" would do, too, but takes two seconds to import the compiler.
-    """
+    """Has `torch.compile` return what it is given: Megatron decorates very small functions with it, for which it would
+    call a C++ compiler at run time."""
+    # Functions that were decorated before, a loss of the user among them. The stance alone would do, but has torch's
+    # compiler imported, which takes two seconds.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
 
     def compile[T](model: T | None = None, **options: object) -> T | Callable[[T], T]:
         return (lambda given: given) if model is None else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,23 @@ def compile_a_function(layout: Any) -> list[bool]:
 
 def test_on_a_cpu_functions_stay_as_they_are(one_process: Ranks) -> None:
     assert one_process.run(compile_a_function) == [[True, True]]
+
+
+COMPILED_BEFORE = """
+import torch
+compilations = []
+plus_one = torch.compile(lambda tensor: tensor + 1, backend=lambda graph, inputs: compilations.append(graph) or graph)
+from moerl.trainer import platform
+platform.prepare()
+print(plus_one(torch.ones(1)).item(), len(compilations))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
+def test_a_function_that_was_decorated_before_is_not_compiled_either() -> None:
+    """A loss of the user, whose module the configuration has looked at."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED_BEFORE], capture_output=True, text=True)
+    assert done.stdout == "2.0 0\n", done.stderr
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
