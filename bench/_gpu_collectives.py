@@ -9,6 +9,7 @@ passes buckets on from rank to rank. What several ranks send one another, and wh
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -158,7 +159,7 @@ def _sender_group(device: str) -> list[Result]:
     if device == "cuda":
         bucket = torch.arange(BUCKET_BYTES[device], device=device).to(torch.uint8)
         kept = bucket.clone()
-        group.push(bucket)
+        asyncio.run(group.push(bucket))
         results.append(_equal("bucket broadcast in it", [("bucket", bucket)], [("bucket", kept)]))
     _leave(group)
     return results

@@ -34,8 +34,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from moerl.machine.interfaces import LOOPBACK
+from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang import broadcast, sender_group
-from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions, in_thread
+from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions
 from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.patches import read_patches
 from moerl.rollout.sglang.sender_group import SenderGroup

@@ -6,9 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 LOG=.venv/setup.log
+NEEDED_GB=6
 
 fail() {
-    echo "error: $1" >&2
+    echo "error: $*" >&2
     exit 1
 }
 
@@ -39,6 +40,16 @@ find_installer() {
     pip) echo pip ;;
     *) fail "INSTALLER=$INSTALLER is neither uv nor pip" ;;
     esac
+}
+
+# What an earlier set-up left in .venv counts as room.
+refuse_a_full_disk() {
+    local free_kb used_kb
+    free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
+    used_kb=$([ ! -d .venv ] || du -sk .venv | cut -f1)
+    [ "$((free_kb + ${used_kb:-0}))" -ge "$((NEEDED_GB * 1000000))" ] ||
+        fail "$((free_kb / 1000000)) GB are free in $PWD, and about $NEEDED_GB are needed (.venv; downloads take 3 more in" \
+            "${TMPDIR:-/tmp} until they are installed); make room, and run make setup again"
 }
 
 # Takes the arguments of `pip install`. Never looks for dependencies: the locks have all of them. No build fetches a
@@ -84,7 +95,8 @@ say_progress() {
 python=$(find_python)
 installer=$(find_installer)
 total=$(cat requirements/*.lock | grep -c '==')
-echo "setup: $("$python" --version) at $python, $installer; about 5 GB into .venv"
+echo "setup: $("$python" --version) at $python, $installer; about $NEEDED_GB GB into .venv"
+refuse_a_full_disk
 [ -x .venv/bin/python ] && is_usable .venv/bin/python || "$python" -m venv --clear .venv
 : >"$LOG"
 install "build backends" --require-hashes -r requirements/build.lock

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.sglang.broadcast import in_thread
+from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.patches import read_patches
 from moerl.rollout.sglang.sender_group import flattened

@@ -6,18 +6,16 @@ environment writes between them. Torch-free.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.ports import Prompt, Task
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import EpisodeError
+from moerl.processes.loop_thread import in_thread as in_thread
 
 Message = Mapping[str, Any]
 """Message of a conversation, or schema of a tool; plain JSON data."""
@@ -205,23 +203,3 @@ class ExpertTask(EpisodeTask, Protocol):
             seed: draws depend on it.
         """
         ...
-
-
-async def in_thread[T](call: Callable[[], T]) -> T:
-    """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
-    `asyncio.to_thread`, a call that hangs neither takes the place of others nor keeps the process from its end."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            finish = partial(result.set_result, call())
-        except Exception as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
-            finish = partial(result.set_exception, error)
-        except BaseException as error:  # noqa: BLE001 - nor may it end the loop
-            finish = partial(result.set_exception, RuntimeError(repr(error)))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: None if result.done() else finish())
-
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    return await result

@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for threads that wait for its work. Torch-free."""
+"""Event loop in a thread of its own, for threads that wait for its work; threads for what blocks a loop. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 
@@ -76,3 +78,23 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await last()
+
+
+async def in_thread[T](call: Callable[[], T]) -> T:
+    """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
+    `asyncio.to_thread`, a call that hangs neither takes the place of others nor keeps the process from its end."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            finish = partial(result.set_result, call())
+        except Exception as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
+            finish = partial(result.set_exception, error)
+        except BaseException as error:  # noqa: BLE001 - nor may it end the loop
+            finish = partial(result.set_exception, RuntimeError(repr(error)))
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: None if result.done() else finish())
+
+    threading.Thread(target=run, name="in_thread", daemon=True).start()
+    return await result

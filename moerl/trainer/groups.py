@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ConfigError, MoerlError
 from moerl.machine.torch_start import uncollected
-from moerl.trainer import megatron_patches, platform
+from moerl.trainer import gloo, megatron_patches, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -45,21 +45,22 @@ def start(
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        platform.collective_backend(),
-        store=_store(rendezvous, rank, world_size, listener),
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=dims.tensor,
-        pipeline_model_parallel_size=dims.pipeline,
-        virtual_pipeline_model_parallel_size=dims.virtual_pipeline if dims.virtual_pipeline > 1 else None,
-        context_parallel_size=dims.context,
-        expert_model_parallel_size=dims.expert,
-        expert_tensor_parallel_size=dims.expert_tensor,
-    )
+    with gloo.shared_device():
+        dist.init_process_group(
+            platform.collective_backend(),
+            store=_store(rendezvous, rank, world_size, listener),
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tensor,
+            pipeline_model_parallel_size=dims.pipeline,
+            virtual_pipeline_model_parallel_size=dims.virtual_pipeline if dims.virtual_pipeline > 1 else None,
+            context_parallel_size=dims.context,
+            expert_model_parallel_size=dims.expert,
+            expert_tensor_parallel_size=dims.expert_tensor,
+        )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     layout = RankCoordinates(dims, rank)

@@ -92,12 +92,16 @@ OF_OTHERS = {
     "_actions": "argparse",
     "_apply_gate": "transformers",
     "_core": "numpy",
+    "_devices": "torch: of the compiled ProcessGroupGloo, which every rank makes when it starts",
     "_exit": "os",
     "_private": "ray",
+    "_Options": "torch: as _devices",
     "_problems": "a base class of ours, in another file",
     "_reconstruct": "numpy",
+    "_threads": "torch: as _devices",
+    "_timeout": "torch: as _devices",
 }
-"""Private names of neither torch nor Megatron, and whose they are."""
+"""Private names that no source of torch or Megatron has, and whose they are."""
 
 _PACKAGES = {"torch": "torch", "megatron.core": "megatron-core", "megatron.bridge": "megatron-bridge"}
 

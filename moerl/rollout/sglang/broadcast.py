@@ -11,18 +11,16 @@ limit at most.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
+from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flat_view, flattened
 
@@ -104,7 +102,7 @@ class Broadcast:
             if self._group is not None:
                 group = self._group
                 takes = [receiver.take(bucket, number) for receiver in left.values()]
-                outcomes = await self._side_by_side([in_thread(partial(group.push, flat)), *takes])
+                outcomes = await self._side_by_side([group.push(flat), *takes])
                 out, is_sent = to_blame(outcomes, group.owner)
                 problems = self._problems(out, left, outcomes, f"bucket {number}")
                 if not is_sent:
@@ -177,32 +175,6 @@ class Broadcast:
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, never raised
     """A call that took too long."""
-
-
-def in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Makes a blocking call in a daemon thread: if the call never ends, nobody waits for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: Exception | None) -> None:
-        if future.done():  # cancelled
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        problem = None
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - thread boundary: the future raises it
-            problem = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, problem)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _error(task: asyncio.Future[None]) -> Exception | None:

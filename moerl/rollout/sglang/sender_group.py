@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (
     _world,  # pyright: ignore[reportPrivateUsage]
 )
 
+from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 
 _POLL_SECONDS = 5e-4
@@ -124,21 +125,20 @@ class SenderGroup:
         """Returns the receiver that a rank is of; -1 for the sender's."""
         return sum(invitation.first_rank <= rank for invitation in self.invitations) - 1
 
-    def push(self, flat: Tensor) -> None:
+    async def push(self, flat: Tensor) -> None:
         """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError if that fails; the group is then of no
         more use."""
-        seconds, start = self._options.piece_seconds, time.monotonic()
         if self._options.backend != "gloo":
-            self._broadcast(flat.to(self._options.device), until=start + seconds)
+            # The first broadcast blocks until all ranks are there.
+            await in_thread(lambda: self._broadcast(flat.to(self._options.device)))
             return
+        # gloo sends from host memory; a piece waits, in gloo's own thread, until the receiver asks for it.
+        pieces = flat.cpu().split(PIECE_BYTES)
         try:
-            # gloo sends from host memory.
-            for work in [self._group.send([piece], 1, 0) for piece in flat.cpu().split(PIECE_BYTES)]:
-                start = time.monotonic()
-                work.wait(timedelta(seconds=seconds))
+            works = [self._group.send([piece], 1, 0) for piece in pieces]
         except RuntimeError as error:
-            state = "late" if time.monotonic() - start >= 0.9 * seconds else "gone"
-            raise RuntimeError(f"weight relay: rank 1 is {state}: {error}") from error
+            raise self._lost(error, 0.0) from error
+        await in_thread(lambda: self._wait(works))
 
     def leave(self) -> None:
         """Gives the group up; receivers are not told."""
@@ -147,7 +147,20 @@ class SenderGroup:
             # With NCCL, what is under way never ends: not to be waited for.
             threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
-    def _broadcast(self, flat: Tensor, until: float) -> None:
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            start = time.monotonic()
+            try:
+                work.wait(timedelta(seconds=self._options.piece_seconds))
+            except RuntimeError as error:
+                raise self._lost(error, time.monotonic() - start) from error
+
+    def _lost(self, error: RuntimeError, waited_seconds: float) -> RuntimeError:
+        state = "late" if waited_seconds >= 0.9 * self._options.piece_seconds else "gone"
+        return RuntimeError(f"weight relay: rank 1 is {state}: {error}")
+
+    def _broadcast(self, flat: Tensor) -> None:
+        until = time.monotonic() + self._options.piece_seconds
         work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
         assert work is not None
         while not work.is_completed():  # `wait` only orders streams

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import Ranks
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
@@ -37,3 +39,14 @@ def test_ranks_start_in_every_order_of_axes(sizes: dict[str, int], four_processe
 def test_a_rank_that_megatron_numbers_otherwise_is_refused(four_processes: Ranks):
     for message in four_processes.run(refused, tensor=2):
         assert "Megatron numbers rank" in message
+
+
+def gloo_threads(layout: Any) -> int:
+    """Returns how many threads wait for the sockets of gloo devices, once every group has sent something."""
+    for group in (None, groups.tensor_group(), groups.data_and_context_group()):
+        dist.barrier(group)
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_all_groups_of_a_rank_share_one_gloo_device(two_processes: Ranks):
+    assert two_processes.run(gloo_threads, tensor=2) == [1, 1]
