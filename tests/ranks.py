@@ -11,6 +11,7 @@ layout and is replaced with it: a layout leaves no group and no thread behind.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -34,6 +35,7 @@ from typing import Any
 
 from waiting import Work
 
+_PR_SET_CHILD_SUBREAPER = 36
 RANK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -183,8 +185,9 @@ def _import_and_fork(connection: socket.socket, parent: int, first: str) -> None
     # second one that comes meanwhile dies of "Invalid thread pool!", as workers of gloo did. Here only one thread runs.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     faulthandler.register(signal.SIGUSR1)
-    # Ranks that end are nobody's to wait for.
+    # Ranks that end are nobody's to wait for; nor are their forks, which may be left to a process 1 that takes seconds.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, 64, 2)
         if not message:

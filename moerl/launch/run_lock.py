@@ -19,6 +19,7 @@ from pathlib import Path
 
 from moerl.contract.files import discard
 from moerl.errors import ConfigError, ending, undoing
+from moerl.processes.parent import is_running
 
 LOCK_FILE = "run.lock"
 WAIT_SECONDS = 0.5
@@ -181,15 +182,7 @@ def _is_gone(run_dir: Path) -> bool:
     """Returns whether the process that locked the directory was on this host and has ended. If the lock is not free
     then, a process that it started has it."""
     named = _named(run_dir)
-    if named is None or named[1] != socket.gethostname():
-        return False
-    try:
-        os.kill(named[0], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # another user's
-        return False
-    return False
+    return named is not None and named[1] == socket.gethostname() and not is_running(named[0])
 
 
 def _described(run_dir: Path) -> str:

@@ -11,6 +11,7 @@ from moerl.config.placement import LOOPBACK_ADDRESS
 from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig
 from moerl.errors import EngineError
 from moerl.machine.interfaces import interface_variables, own_address
+from moerl.processes.parent import is_running
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.server import answers_health
 
@@ -38,23 +39,13 @@ def refuse_ended(endpoint: Endpoint) -> None:
     server that is still starting is no error."""
     parts = urlsplit(endpoint.url)
     is_here = ip_address(parts.hostname or "").is_loopback
-    if is_here and endpoint.pid > 0 and not _is_running(endpoint.pid) and not answers_health(endpoint):
+    if is_here and endpoint.pid > 0 and not is_running(endpoint.pid) and not answers_health(endpoint):
         raise EngineError(
             f"the SGLang server at {endpoint.url} has ended",
             seen=f"no process {endpoint.pid}, no answer",
             expected="a server that runs",
             remedy="start it again with `moerl serve`; its log is beside the server file",
         )
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def _met_at(endpoints: list[Endpoint]) -> str:

@@ -31,6 +31,19 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     return {**(os.environ if environment is None else environment), _PARENT: str(os.getpid())}
 
 
+def is_running(pid: int) -> bool:
+    """Returns whether a process on this host has not ended. False also for one that has ended but whose parent has not
+    asked for its status: the first process of a container may never do so."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except (PermissionError, FileNotFoundError):  # another user's, or hidden
+        return True
+    return state not in "ZX"
+
+
 @contextlib.contextmanager
 def connected(descriptor: str) -> Iterator[socket.socket]:
     """Makes this process, a `moerl.processes.child.Child`, end with its parent and by no signal to the whole job, and

@@ -1,13 +1,16 @@
-"""The end of a child process by what happens to its connection."""
+"""The end of a child process by what happens to its connection, and what counts as running."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from moerl.processes.child import Child, describe_output
+from moerl.processes.parent import is_running
 
 SERVES = """
 import sys
@@ -39,3 +42,14 @@ def test_a_child_ends_in_silence_once_its_connection_is_gone(tmp_path: Path) -> 
     assert child.describe_end(60.0) == "it ended with status 0"
     assert describe_output(child.log) == "it wrote nothing"
     child.release()
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended_all_the_same() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert is_running(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        eventually(lambda: not is_running(process.pid))
+        assert process.returncode is None
+    assert not is_running(process.pid)
+    assert is_running(1)
