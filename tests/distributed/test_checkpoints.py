@@ -110,15 +110,28 @@ def check_resuming(machines: Machines, source: str, target: str, path: Path, tmp
     assert tiny_moe.largest_difference(stored, expected) == 0.0
 
 
-@pytest.mark.parametrize(("source", "target"), [("one", "TP2"), ("TP2", "one"), ("EP2", "one"), ("TP2", "EP2")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("TP2", "EP2"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("one", "TP2"), ("TP2", "one"), ("EP2", "one")]),
+    ],
+)
 def test_a_run_goes_on_in_another_layout(
     source: str, target: str, untied: Path, tmp_path: Path, machines: Machines
 ) -> None:
     check_resuming(machines, source, target, untied, tmp_path, "off")
 
 
-@pytest.mark.parametrize("layout", ["TP2", "EP2", "TP2-EP2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        ("float32", "TP2-EP2"),
+        ("bfloat16", "EP2"),
+        *(pytest.param("float32", each, marks=pytest.mark.slow) for each in ("TP2", "EP2")),
+        *(pytest.param("bfloat16", each, marks=pytest.mark.slow) for each in ("TP2", "TP2-EP2")),
+    ],
+)
 def test_in_its_own_layout_a_run_goes_on_bit_for_bit(
     layout: str, dtype: str, untied: Path, tmp_path: Path, machines: Machines
 ) -> None:

@@ -102,7 +102,9 @@ def train(layout: Any, path: Path, steps: list[Any], dtype: str, sharding: str) 
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each != "TP2-EP2")) for each in LAYOUTS]
+)
 def test_steps_through_the_host_are_those_of_gloo_bit_for_bit(
     layout: str, untied: Path, staged_processes: Ranks, two_processes: Ranks
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from moerl_runs import DoneRun, Runs, Sums, rows
 
 from moerl.contract.disk import read_parquet, write_parquet
@@ -26,12 +27,16 @@ def trained(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_training_from_the_dumps_of_a_run_gives_its_digits_also_when_it_is_killed_twice(
-    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+@pytest.mark.parametrize(
+    "kills",  # updates; checkpoints are written after steps of two
+    [pytest.param((), id="undisturbed"), pytest.param((4, 3), id="killed twice", marks=pytest.mark.slow)],
+)
+def test_training_from_the_dumps_of_a_run_gives_its_digits(
+    kills: tuple[int, ...], forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     arguments = [*sums.train(run), "rollout=dumps", f"rollout.path='{undisturbed.folder}'"]
-    for call in (4, 3):  # updates; checkpoints are written after steps of two
+    for call in kills:
         fault = "kill", {"place": "moerl.trainer.optimizer:Optimizer.update", "call": 6 + call, "after": False}
         killed = forked.run(*arguments, fault=fault, path=[sums.folder])
         assert killed.status == -signal.SIGKILL, killed.output

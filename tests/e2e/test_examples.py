@@ -17,7 +17,7 @@ import pytest
 from example_commands import EXAMPLES, command_of
 from moerl_runs import Runs, rows
 
-ALIKE = ("distillation", "foreign_dump", "programs")
+ALIKE = ("agent", "chat_dataset", "distillation", "foreign_dump", "programs")
 """Their parts have tests of their own; CI runs the other examples."""
 FOLDERS = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
 FEW = (

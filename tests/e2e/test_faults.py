@@ -29,7 +29,7 @@ def reasons(run: Path) -> list[str]:
     [
         (("shift_routing", {"call": 3}), "checksum"),
         # Frames carry the batches of the cold start, too: six steps of it, then two minibatches in each step.
-        (("flip_bit_of_frame", {"call": 6 + 3}), "error: contract: "),
+        pytest.param(("flip_bit_of_frame", {"call": 6 + 3}), "error: contract: ", marks=pytest.mark.slow),
         pytest.param(
             ("repeat_an_expert", {"call": 2}),
             "error: contract: repeated_expert in field 'expert_ids'",
@@ -118,8 +118,8 @@ WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
 """Faults in routing by name: the fault, the number of RL steps before its effect, and what the run says."""
 
 
-ALIKE = {"layers", "trajectories"}
-"""Faults that the same proof finds as those beside them: slow."""
+ALIKE = {"layers", "trajectories", "trajectories of equal length", "prompts not sent", "a router without gradient"}
+"""Faults that are found as those beside them, or in tests of one process: slow."""
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_without_sampling_masks_the_reported_mismatch_is_the_kept_mass(
     assert on[1]["mismatch/experts/logprob_abs_mean"] == pytest.approx(off[1]["mismatch/logprob_abs_mean"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_sampling_that_cuts_nothing_agrees_although_the_model_has_ids_that_are_never_sampled(
     train: Callable[..., Steps], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_small_microbatches_train_the_same(forked: Runs, tmp_path: Path) -> None
         assert row["mismatch/logprob_abs_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_minibatches_and_a_kl_change_the_updates(
     forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def test_minibatches_and_a_kl_change_the_updates(
     assert both[1]["policy/entropy"] != pytest.approx(plain[1]["policy/entropy"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_kl_in_the_reward_is_that_of_the_weights_which_the_batch_met(
     train: Callable[..., Steps], tiny: DoneRun
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_kl_in_the_reward_is_that_of_the_weights_which_the_batch_met(
     assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in steps)
 
 
+@pytest.mark.slow
 def test_selected_responses_an_entropy_bonus_and_interpolated_log_probs_go_together(
     train: Callable[..., Steps], tmp_path: Path
 ) -> None:
@@ -216,6 +220,7 @@ def test_a_loss_and_advantages_of_ones_own_that_are_grpo_make_the_same_run(
     assert [deterministic_part(row) for row in found] == [deterministic_part(row) for row in built_in]
 
 
+@pytest.mark.slow
 def test_a_built_model_takes_a_tokenizer_of_ones_own_and_needs_its_directory_no_more(
     train: Callable[..., Steps], forked: Runs, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ KILLS = {
         (kill("moerl.orchestration.reporting:write_summary"), "rl: going on from step 5"),
     ],
 }
-ALIKE = ("in the cold start", "while it writes what it leaves")
+ALIKE = ("in the cold start", "between the stages and in reinforcement learning", "while it writes what it leaves")
 """Kills like the others, at more places."""
 
 
@@ -116,6 +116,7 @@ def test_falling_back_into_the_cold_start_trains_its_rest_again(
     assert_the_same(run, undisturbed.folder)
 
 
+@pytest.mark.slow
 def test_damaged_models_are_written_again_from_checkpoints(
     forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_damaged_models_are_written_again_from_checkpoints(
     assert "model.safetensors does not match its hash; 0-sft-000006: no manifest" in finished.output
 
 
+@pytest.mark.slow
 def test_a_run_with_newer_checkpoints_and_no_reference_goes_on_without_its_cold_start(
     forked: Runs, tiny: DoneRun, tmp_path: Path
 ) -> None:

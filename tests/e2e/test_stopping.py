@@ -92,6 +92,7 @@ def test_one_command_line_starts_a_run_goes_on_with_it_and_leaves_a_finished_one
     assert rows(run)[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_supervised_training_alone_stops_and_goes_on(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["sft", "recipe=tiny", f"run_dir='{run}'"]

@@ -40,6 +40,7 @@ for experts, scores in ((8, "*fp32"), (512, "*bf16")):
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_and_add_nothing_but_integers_with_atomics(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", COMPILE]

@@ -30,6 +30,7 @@ def test_the_interpreted_kernels_pass_the_same_tests(chosen: str, at_least: int,
     assert int(passed[1]) >= at_least
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_without_atomics_and_without_spilled_registers(tmp_path: Path) -> None:
     done = run([str(COMPILE), str(tmp_path / "kernel.ptx")], tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]

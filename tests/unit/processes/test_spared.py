@@ -184,6 +184,7 @@ def test_a_tracker_is_spared(tmp_path: Path) -> None:
     assert told(tmp_path, "finished") == [0]
 
 
+@pytest.mark.slow
 def test_a_model_that_scores_is_spared(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", tied=True, seed=0)
     with signals_to_children():

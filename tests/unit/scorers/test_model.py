@@ -112,6 +112,7 @@ def test_tokens_that_are_scored_some_at_a_time_get_the_same_scores(model: Any, m
         np.testing.assert_allclose(scoring_model.score_tokens(model, asked_for(trajectory), "kept"), scores, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start_and_of_every_score(tmp_path: Path):
     path = write_model(tmp_path / "model", tied=False, seed=3)
     (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), "head_dim": 16}))
@@ -125,6 +126,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start_and_of_every_sco
         scorer.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
     sizes: dict[str, Any] = {
         **{"vocab_size": SPEC.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
@@ -188,6 +190,7 @@ def test_a_score_that_was_given_up_is_not_computed(remote: RemoteModel):
         second.result(0)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_in_time_is_an_error(folder: Path, tmp_path: Path):
     settings = ModelScorer(kind="model", path=folder, timeout_seconds=0.5)
     scorer = settings.open("scorers.teacher", tmp_path / "log")

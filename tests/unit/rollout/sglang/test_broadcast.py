@@ -123,7 +123,7 @@ SLOW = pytest.mark.slow
     [
         ("begin", "error"),
         ("piece", "SIGKILL"),
-        ("piece", "SIGSTOP"),
+        pytest.param("piece", "SIGSTOP", marks=SLOW),
         ("end", "error"),
         *(pytest.param("join", how, marks=SLOW) for how in ("SIGKILL", "SIGSTOP", "error")),
         *(pytest.param("store", how, marks=SLOW) for how in ("SIGKILL", "SIGSTOP", "error")),
