@@ -25,8 +25,15 @@ UNCAPTURED = 0.25
 TP, PP, CP = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 LAYOUTS = pytest.mark.parametrize(
     ("sizes", "recompute"),
-    [(TP, "none"), (PP, "none"), (CP, "none"), ({}, "full"), (TP, "full"), (PP, "full"), ({}, "selective")],
-    ids=["TP2", "PP2", "CP2", "DP2-full", "TP2-full", "PP2-full", "DP2-selective"],
+    [
+        pytest.param(TP, "none", id="TP2"),
+        pytest.param(PP, "none", id="PP2", marks=pytest.mark.slow),
+        pytest.param(CP, "none", id="CP2"),
+        pytest.param({}, "full", id="DP2-full", marks=pytest.mark.slow),
+        pytest.param(TP, "full", id="TP2-full", marks=pytest.mark.slow),
+        pytest.param(PP, "full", id="PP2-full"),
+        pytest.param({}, "selective", id="DP2-selective"),
+    ],
 )
 
 
@@ -258,9 +265,21 @@ def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list
     return [(int(samples[t]), int(positions[t]), layers[layer]) for t, layer in np.argwhere(changed) if not pads[t]]
 
 
+TAMPERS = (tiny_moe.shift_rows, tiny_moe.shift_layers, swap_two_rows)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["rollout", "trainer"])
-@pytest.mark.parametrize("tamper", [tiny_moe.shift_rows, tiny_moe.shift_layers, swap_two_rows])
-@pytest.mark.parametrize("sizes", [None, {}, TP, PP, CP], ids=["one", "DP2", "TP2", "PP2", "CP2"])
+@pytest.mark.parametrize(
+    ("sizes", "tamper"),
+    [
+        *(pytest.param(None, each, id=f"one-{each.__name__}") for each in TAMPERS),
+        *(
+            pytest.param(sizes, each, id=f"{name}-{each.__name__}", marks=[pytest.mark.slow] * (each is not TAMPERS[0]))
+            for name, sizes in {"DP2": {}, "TP2": TP, "PP2": PP, "CP2": CP}.items()
+            for each in TAMPERS
+        ),
+    ],
+)
 def test_a_failed_proof_names_the_first_row_that_differs(
     sizes: dict[str, int] | None,
     tamper: Callable[[Microbatch], Microbatch],

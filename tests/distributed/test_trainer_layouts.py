@@ -23,7 +23,7 @@ LAYOUTS = {
     "PP2": {"pipeline": 2},
     "CP2": {"context": 2},
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = (pytest.mark.slow,)
 
 
 def pack(seed: int) -> list[list[Microbatch]]:
@@ -79,8 +79,13 @@ def score(layout: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, A
     }
 
 
-@layouts
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("untied", layout) for layout in LAYOUTS),
+        *(pytest.param("tied", layout, marks=[pytest.mark.slow] * (layout != "PP2")) for layout in LAYOUTS),
+    ],
+)
 def test_every_layout_agrees_with_transformers_and_exports_what_it_loaded(
     model: str, layout: str, two_processes: Ranks, request: pytest.FixtureRequest
 ) -> None:
@@ -143,8 +148,16 @@ def train(layout: Any, path: Path, steps: list[Any], aux: float, recompute: str)
     }
 
 
-@layouts
-@pytest.mark.parametrize(("aux", "recompute"), [(0.0, "none"), (AUX, "full")], ids=["plain", "aux-recompute"])
+@pytest.mark.parametrize(
+    ("aux", "recompute", "layout"),
+    [
+        *(pytest.param(0.0, "none", layout, id=f"plain-{layout}") for layout in LAYOUTS),
+        *(
+            pytest.param(AUX, "full", layout, id=f"aux-recompute-{layout}", marks=marks)
+            for layout, marks in zip(LAYOUTS, [SLOW, SLOW, (), SLOW, ()], strict=True)
+        ),
+    ],
+)
 def test_steps_of_every_layout_equal_those_of_one_process(
     aux: float, recompute: str, layout: str, untied: Path, one_process: Ranks, two_processes: Ranks
 ) -> None:
@@ -204,14 +217,19 @@ def spoil_one_rank(layout: Any, path: Path, ranks: list[list[Microbatch]], kind:
     ("layout", "kind", "messages"),
     [
         ("EP2", "shift", ("on another rank", "rank 1, microbatch 0, forward: checksum")),
-        ("TP2", "shift", ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum")),
+        pytest.param(
+            "TP2",
+            "shift",
+            ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum"),
+            marks=SLOW,
+        ),
         ("CP2", "shift", ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum")),
         ("PP2", "shift", ("on another rank", "layer 3, rank 1, microbatch 0, forward: checksum")),
-        ("EP2", "drop", ("on another rank", "do not match its input rows")),
-        ("TP2", "drop", ("on another rank", "do not match its input rows")),
+        pytest.param("EP2", "drop", ("on another rank", "do not match its input rows"), marks=SLOW),
+        pytest.param("TP2", "drop", ("on another rank", "do not match its input rows"), marks=SLOW),
         ("PP2", "drop", ("on another rank", "do not match its input rows")),
         ("EP2", "none", ("on another rank", "without recorded routing")),
-        ("EP2", "nan", ("skipped 1", "skipped 1")),
+        pytest.param("EP2", "nan", ("skipped 1", "skipped 1"), marks=SLOW),
         ("PP2", "nan", ("skipped 1", "skipped 1")),
     ],
 )

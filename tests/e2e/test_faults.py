@@ -204,6 +204,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
     assert rows(run) == rows(tiny.folder)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_turns_read_only_is_named_and_the_run_goes_on_once_it_can_be_written(
     forked: Runs, tiny: DoneRun, tmp_path: Path
 ) -> None:

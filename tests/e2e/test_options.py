@@ -66,6 +66,7 @@ def test_sampling_that_cuts_nothing_agrees_although_the_model_has_ids_that_are_n
     assert config.vocab_size > len(tokenizer)
 
 
+@pytest.mark.slow
 def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Callable[..., Steps]) -> None:
     off = train("keep_routing.mode=off", "rollout.dtype=bfloat16")
     for row in off:

@@ -104,6 +104,7 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert_the_same(run, undisturbed.folder)
 
 
+@pytest.mark.slow
 def test_falling_back_into_the_cold_start_trains_its_rest_again(
     forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_run_told_to_stop_again_and_again_ends_as_if_undisturbed(
     assert_the_same(run, undisturbed.folder)
 
 
+@pytest.mark.slow
 def test_a_run_told_to_stop_before_anything_was_learned_starts_again(
     forked: Runs, tiny: DoneRun, tmp_path: Path
 ) -> None:

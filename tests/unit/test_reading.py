@@ -57,6 +57,7 @@ OPENS_BY_ITSELF = {
     "moerl/rollout/sglang/server.py": "reads a log that it has made",
     "moerl/processes/host.py": "waits for a process, and opens logs to write",
     "moerl/tasks/rewards/code.py": "reads files that it has made, and /proc",
+    "moerl/processes/parent.py": "reads /proc",
     "moerl/processes/guard.py": "reads /proc; imports the standard library alone",
     "moerl/tasks/rewards/sandbox/limits.py": "opens folders",
     "moerl/tasks/rewards/worker.py": "opens /dev/null",

@@ -72,6 +72,7 @@ def attend(
     return float((ours - expected).abs().max()), float(torch.stack(differences).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
     ("prefix_of", "rows"),

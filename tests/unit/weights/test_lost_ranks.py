@@ -310,5 +310,6 @@ def slow(layout: Any, seconds: float) -> int:
     return -1 if sink is None else sink.served
 
 
+@pytest.mark.slow
 def test_steps_that_are_slow_but_within_their_time_add_up_to_no_error(two_processes: Ranks):
     assert two_processes.run(slow, 5.0) == [5, -1]

@@ -58,7 +58,7 @@ def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
     def where() -> str:
         return threading.current_thread().name
 
-    assert call(where) == "environment"
+    assert call(where) == "in_thread"
 
 
 def untyped(a, b: int) -> None: ...  # type: ignore[no-untyped-def]
