@@ -40,6 +40,7 @@ def wait_for_nobody(layout: Any) -> None:
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_was() -> None:
     ranks = Ranks(1)
+    ranks.run(exit_status_of_a_fork)  # the time limit is not that of a start
     # Two signals may come at once; the lines of their dumps are then mixed.
     with pytest.raises(TimeoutError, match="wait_for_nobody"):
         ranks.run(wait_for_nobody, timeout_seconds=0.5)
