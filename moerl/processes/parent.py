@@ -34,14 +34,16 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 def is_running(pid: int) -> bool:
     """Returns whether a process on this host has not ended. False also for one that has ended but whose parent has not
     asked for its status: the first process of a container may never do so."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    # It has ended, or is another user's that /proc hides.
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False
-    except (PermissionError, FileNotFoundError):  # another user's, or hidden
+    except PermissionError:
         return True
-    return state not in "ZX"
+    return True
 
 
 @contextlib.contextmanager
