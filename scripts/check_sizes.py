@@ -2,18 +2,23 @@
 
 Files up to 400 lines everywhere; in `moerl/` and `scripts/` functions up to 60 lines and 6 parameters (`self` and `cls`
 do not count; a kernel of Triton takes each pointer and size by itself, and any number of them). Exceptions stand in
-`EXCEPTIONS`, each with its reason. In `moerl/` few files name the configuration of a whole run.
+`EXCEPTIONS`, each with its reason. In `moerl/` few files name the configuration of a whole run, and all lines of code
+together have a cap: what is new takes the place of something old.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
+MAX_PRODUCT_LINES = 52_000
+"""Lines of code in `moerl/`: those of its Python files that are not empty, a comment or a docstring."""
 FOLDERS = ("moerl", "scripts", "bench", "tests")
 WITH_FUNCTIONS = ("moerl/", "scripts/")
 
@@ -24,6 +29,16 @@ EXCEPTIONS: dict[str, str] = {}
 """By path or ``path:function``."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+"""Tokens that do not make a line one of code."""
 
 
 def excesses(path: str, text: str) -> Iterator[tuple[str, str]]:
@@ -61,8 +76,29 @@ def whole_configs(root: Path) -> Iterator[str]:
         )
 
 
+def count_code_lines(text: str) -> int:
+    """Returns the number of lines of a Python file without empty lines, comments and docstrings."""
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        # Attribute docstrings, too: they are not only the first statement of a body.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def product_lines(root: Path) -> Iterator[str]:
+    """Yields one line if the product has too many lines of code."""
+    texts = (file.read_text(encoding="utf-8") for file in (root / "moerl").rglob("*.py"))
+    if (num_lines := sum(map(count_code_lines, texts))) > MAX_PRODUCT_LINES:
+        yield f"moerl/: {num_lines:,} lines of code, at most {MAX_PRODUCT_LINES:,}: remove what is needless"
+
+
 def problems(root: Path) -> list[str]:
-    """Returns what is over a cap without an exception, exceptions that are no longer needed, and `whole_configs`."""
+    """Returns what is over a cap without an exception, exceptions that are no longer needed, `whole_configs` and
+    `product_lines`."""
     files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
     found = [
         excess
@@ -72,7 +108,7 @@ def problems(root: Path) -> list[str]:
     unneeded = sorted(set(EXCEPTIONS) - {where for where, _ in found})
     over = [f"{where}: {what}" for where, what in found if where not in EXCEPTIONS]
     over += [f"{where}: no longer over a cap; remove its exception" for where in unneeded]
-    return [*over, *whole_configs(root)]
+    return [*over, *whole_configs(root), *product_lines(root)]
 
 
 if __name__ == "__main__":

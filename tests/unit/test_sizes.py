@@ -58,3 +58,22 @@ def test_a_file_too_many_that_takes_the_whole_configuration_is_named(
     [line] = check_sizes.problems(tmp_path)
     assert line.startswith("2 files name RunConfig, at most 1: ")
     assert line.endswith("they are moerl/a.py, moerl/c.py")
+
+
+def test_lines_of_code_are_counted_without_empty_lines_comments_and_docstrings(check_sizes: Any):
+    head = '"""Module.\n\nMore.\n"""\n\n# why\nX = 1  # one\n"""Attribute."""\n\n'
+    text = head + 'def f(\n    a,\n):\n    """Doc."""\n    return """\n\nx"""\n'
+    assert check_sizes.count_code_lines(text) == 1 + 3 + 3
+
+
+def test_a_product_over_its_cap_is_named_with_its_lines(
+    check_sizes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_sizes, "MAX_PRODUCT_LINES", 2)
+    (tmp_path / "moerl").mkdir()
+    (tmp_path / "moerl" / "a.py").write_text('"""A."""\n\nX = 1\n')
+    (tmp_path / "moerl" / "b.py").write_text("Y = 2\n")
+    assert check_sizes.problems(tmp_path) == []
+    (tmp_path / "moerl" / "c.py").write_text("Z = 3\n")
+    [line] = check_sizes.problems(tmp_path)
+    assert line.startswith("moerl/: 3 lines of code, at most 2: ")
