@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,15 +17,40 @@ TOLERANCE_NATS = 1e-4
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises `ConfigError` if the command line is wrong; it prints nothing and never exits."""
+    """Parser of a command that raises `ConfigError` if the command line is wrong, and never exits.
 
-    takes_keys = False
-    """True if the command takes KEY=VALUE besides its options."""
+    Args:
+        command: name of the command.
+        takes_keys: True if the command takes KEY=VALUE besides its options.
+    """
+
+    def __init__(self, command: str, *, takes_keys: bool = False) -> None:
+        super().__init__(prog=f"moerl {command}", add_help=False)
+        self._takes_keys = takes_keys
+        if takes_keys:
+            self.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+
+    def read(self, arguments: Sequence[str], usage: str, about: CommandText) -> argparse.Namespace | None:
+        """Reads the command line of a command that reads no configuration. If it asks for help, prints the help and
+        returns None."""
+        self.add_common_options()
+        if asks_for_help(arguments):
+            text = f"{self.prog}: {about.summary}.\n\n{about.text}\n\n{examples_text(about.examples)}"
+            print(f"usage: {usage}\n\n{text}\n\n{options_text(self)}")
+            return None
+        # Options may stand between arguments of which there may be several.
+        is_mixed = any(action.nargs == "*" for action in self._actions)
+        return self.parse_intermixed_args(arguments) if is_mixed else self.parse_args(arguments)
+
+    def add_common_options(self) -> None:
+        """Adds the options of all commands, which come last in their help."""
+        self.add_argument("--traceback", action="store_true", help="show where an error was raised")
+        self.add_argument("-h", "--help", action="store_true", help="show this text")
 
     def error(self, message: str) -> NoReturn:
         remedy = f"see `{self.prog} --help`"
         unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-        if self.takes_keys and unknown != message.split()[0]:
+        if self._takes_keys and unknown != message.split()[0]:
             remedy = _meant_by(unknown, remedy)
         raise ConfigError(f"command line: {message}", remedy=remedy)
 
@@ -74,18 +100,23 @@ def bandwidth(text: str) -> float:
     return positive(text)
 
 
-def export_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="moerl export", add_help=False)
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Returns whether a command line asks for help, whatever else is on it."""
+    return not {"-h", "--help"}.isdisjoint(arguments)
+
+
+def export_parser() -> Parser:
+    """Makes the parser of `moerl export`."""
+    parser = Parser("export")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
 
 
-def verify_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="moerl verify", add_help=False)
+def verify_parser() -> Parser:
+    """Makes the parser of `moerl verify`."""
+    parser = Parser("verify")
     parser.add_argument("dump", type=Path, metavar="DUMP")
     parser.add_argument(
         "--model",
@@ -101,8 +132,6 @@ def verify_parser() -> argparse.ArgumentParser:
         metavar="NATS",
         help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
     )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
 
 
@@ -144,15 +173,14 @@ def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def short_help(usage: str, command: CommandText, parser: argparse.ArgumentParser) -> str:
-    """Returns the help of a command that reads no configuration."""
-    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
-    about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
-    return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{options_text(parser)}"
+def examples_text(examples: Sequence[tuple[str, str]]) -> str:
+    """Returns two lines for each example: a command line, and what it is for."""
+    return "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in examples)
 
 
 def options_text(parser: argparse.ArgumentParser) -> str:
-    """Returns a line for each option."""
+    """Returns a title and a line for each option."""
     actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
-    return "\n".join(f"  {head:<21} {action.help}" for head, action in zip(heads, actions, strict=True))
+    lines = [f"  {head:<21} {action.help}" for head, action in zip(heads, actions, strict=True)]
+    return "\n".join(["options:", *lines])

@@ -17,7 +17,7 @@ DEFAULT_ROLLOUTS, DEFAULT_TOKENS = 256, 40_000
 
 def diagnose_parser() -> Parser:
     """Makes the parser of the command."""
-    parser = Parser(prog="moerl diagnose", add_help=False)
+    parser = Parser("diagnose")
     parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
     parser.add_argument(
         "--model",
@@ -55,8 +55,6 @@ def diagnose_parser() -> Parser:
     )
     parser.add_argument("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
     parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
 
 

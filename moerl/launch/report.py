@@ -24,7 +24,7 @@ _COMPARISON_FILE = "comparison.html"
 
 def report_parser() -> Parser:
     """Makes the parser of the command."""
-    parser = Parser(prog="moerl report", add_help=False)
+    parser = Parser("report")
     parser.add_argument("sources", type=Path, nargs="*", metavar="RUN_DIR")
     parser.add_argument(
         "--compare", action="store_true", help="one page of several run directories or report.json files, side by side"
@@ -35,8 +35,6 @@ def report_parser() -> Parser:
         metavar="FILE",
         help=f"page to write: RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}, if not said",
     )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
 
 

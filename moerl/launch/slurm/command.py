@@ -19,7 +19,7 @@ from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import LaunchConfig
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, short_help
+from moerl.launch.arguments import Parser
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.listed import refuse
 from moerl.launch.plan import plan_memory
@@ -42,19 +42,16 @@ USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE
 
 def run(arguments: list[str]) -> int:
     """Runs the command, or prints its help; returns the exit status."""
-    made = parser()
-    if {"-h", "--help"} & set(arguments):
-        print(short_help(USAGE, LAUNCH_SLURM, made))
+    options = parser().read(arguments, USAGE, LAUNCH_SLURM)
+    if options is None:
         return 0
-    options = made.parse_intermixed_args(arguments)
     return launch_sweep(options) if options.multirun else launch_slurm(options)
 
 
 def parser() -> Parser:
-    made = Parser(prog="moerl launch slurm", add_help=False)
-    made.takes_keys = True
+    """Makes the parser of the command."""
+    made = Parser("launch slurm", takes_keys=True)
     add = made.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE")
     add("-m", "--multirun", action="store_true", help="a sweep: a job for each value of key=a,b")
     add("--time", metavar="LIMIT", help="time limit of one attempt, as SLURM writes it: 4:00:00")
     add("--nodes", type=int, default=1, metavar="N", help="machines, 1")
@@ -70,8 +67,6 @@ def parser() -> Parser:
     )
     add("--dry-run", action="store_true", help="show script, configuration, nodes and plans; submit nothing")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
-    add("--traceback", action="store_true", help="show where an error was raised")
-    add("-h", "--help", action="store_true", help="show this text")
     return made
 
 
