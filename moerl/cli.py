@@ -23,20 +23,18 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
-from moerl.launch.arguments import export_parser, verify_parser
+from moerl.launch.arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, export_parser, run_help, run_parser, verify_parser
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
-from moerl.launch.run_arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, run_help, run_parser
 from moerl.launch.run_lock import run_lock
-from moerl.machine.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
+from moerl.machine.stop_signals import INTERRUPTED, STOPPED, GraceOverError, StopRequest, stop_signals
 from moerl.machine.torch_start import before_cuda, before_torch
 from moerl.printable import printable
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-_INTERRUPTED = 130  # after Ctrl-C, as shells have it
 MODULES_OF_RUNS = (
     *("moerl.orchestration.commands", "moerl.ranks.placement", "moerl.rollout.factory"),
     *("moerl.rollout.tokenizers", "moerl.trainer.new_model"),
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) or arguments[0] == "diagnose" else 1
     except KeyboardInterrupt as error:
         _print_error("interrupted", error)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _print_error(text: str, error: BaseException) -> None:
@@ -137,7 +135,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
         elif (status := _run_controller(command, *ready, stop, started)) != STOPPED:
             return status
         # A run that a person ended must not be requeued.
-        return _INTERRUPTED if stop.signal == "SIGINT" else STOPPED
+        return INTERRUPTED if stop.signal == "SIGINT" else STOPPED
 
 
 def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> int | tuple[RunConfig, bool, int]:

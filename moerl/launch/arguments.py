@@ -1,4 +1,4 @@
-"""The command-line parser of all commands, and the help of those that read no configuration. Torch-free."""
+"""The command-line parser of all commands, and their help. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moerl.config.command_texts import CommandText
+from moerl.config.command_texts import COMMANDS, CommandText
 from moerl.config.foreign_keys import counterpart
 from moerl.errors import ConfigError
+
+PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
+PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
 
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
@@ -100,6 +103,15 @@ def bandwidth(text: str) -> float:
     return positive(text)
 
 
+def page_path(output: Path) -> Path:
+    """Returns the absolute path of a page that --output names. Raises `ConfigError` if it does not end in .html."""
+    if output.suffix != ".html":
+        raise ConfigError(
+            "--output: not the name of a page", seen=output, expected="a name that ends in .html", remedy="add .html"
+        )
+    return output.resolve()
+
+
 def asks_for_help(arguments: Sequence[str]) -> bool:
     """Returns whether a command line asks for help, whatever else is on it."""
     return not {"-h", "--help"}.isdisjoint(arguments)
@@ -133,6 +145,48 @@ def verify_parser() -> Parser:
         help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
     )
     return parser
+
+
+def run_parser(command: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command that takes keys."""
+    parser = Parser(command, takes_keys=True)
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
+    parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    if command == "train":
+        parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
+    if command in PLANS:
+        add_plan_arguments(parser, command.removeprefix("plan "))
+    parser.add_common_options()
+    parser.add_argument("--all", action="store_true", help="with --help: list every key")
+    return parser
+
+
+def run_help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
+    """Returns the help of a command that takes keys: all of them, or those that matter for it; of `moerl train` those
+    of a first run."""
+    from moerl.config.help_text import RESUME_TEXT, first_keys_text, groups_text, keys_text
+
+    about = COMMANDS[command]
+    usage = f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]"
+    head = f"moerl {command}: {about.summary}."
+    options = options_text(run_parser(command))
+    more = f"  `moerl {command} --help --all` lists every key."
+    if about.first_keys and not all_keys:
+        groups = groups_text(config_dir, ("recipe",))
+        keys = first_keys_text(about.first_keys)
+        return "\n\n".join([usage, head, examples_text(about.examples[:3]), options, groups, f"{keys}\n{more}"])
+    keys = () if all_keys else about.keys
+    parts = [
+        usage,
+        f"{head}\n\n{about.text}",
+        examples_text(about.examples),
+        options,
+        groups_text(config_dir, keys),
+        keys_text(keys),
+        *([RESUME_TEXT] if not keys or command == "sft" else []),
+        *([more] if keys else []),
+    ]
+    return "\n\n".join(parts)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, positive
+from moerl.launch.arguments import Parser, page_path, positive
 
 USAGE = "moerl diagnose DUMP|RUN_DIR [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
@@ -99,21 +99,14 @@ def check_arguments(options: argparse.Namespace) -> None:
     for name in ("rollouts", "tokens"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name}: too few", seen=getattr(options, name), expected="at least 1")
-    if options.output.suffix != ".html":
-        raise ConfigError(
-            "--output: not the name of a page",
-            seen=options.output,
-            expected="a name that ends in .html",
-            remedy="add .html",
-        )
+    page = page_path(options.output)
     for ending in (".html", ".json", ".parquet"):
-        _check_writable(options.output.resolve().with_suffix(ending))
+        _check_writable(page.with_suffix(ending))
 
 
 def _check_writable(file: Path) -> None:
     """Raises `ConfigError` if a file cannot be written; leaves no file. Folders that are missing are made later."""
-    folder = next(parent for parent in file.parents if parent.exists())
-    reason = ""
+    folder, reason = next(parent for parent in file.parents if parent.exists()), ""
     if file.is_dir():
         reason = "a directory has that name"
     elif not folder.is_dir():

@@ -119,11 +119,7 @@ def plan_run(
 
 
 def predict(
-    config: RunConfig,
-    limits: QueueLimits,
-    costs: StepCosts,
-    episode: Draw,
-    fleet: SimulatedFleet | None = None,
+    config: RunConfig, limits: QueueLimits, costs: StepCosts, episode: Draw, fleet: SimulatedFleet | None = None
 ) -> Simulated:
     """Returns what a run of this configuration would do with these slots, costs and episodes.
 
@@ -241,11 +237,7 @@ def _parts(costs: StepCosts) -> str:
 
 
 def _table(
-    config: RunConfig,
-    fleet: SimulatedFleet,
-    costs: StepCosts,
-    episodes: Callable[[], Draw],
-    console: Console,
+    config: RunConfig, fleet: SimulatedFleet, costs: StepCosts, episodes: Callable[[], Draw], console: Console
 ) -> Table:
     """Makes a row for each setting that the placement of engines allows, with the same episodes in all; the setting of
     the configuration is bold."""

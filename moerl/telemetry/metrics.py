@@ -183,13 +183,13 @@ _ALL = (
     _timed("groups/waiting", "group", "finished groups left in the queue when a batch was taken"),
     _timed("staleness/age_max", "version", "versions between the oldest token and the trained weights, largest"),
     _timed("staleness/age_mean", "version", "the same, mean over trajectories of their oldest token"),
-    Metric("staleness/versions_max", "version", "versions that sampled one trajectory, largest", False),
-    Metric("staleness/versions_mean", "version", "the same, mean over trajectories", False),
+    _timed("staleness/versions_max", "version", "versions that sampled one trajectory, largest"),
+    _timed("staleness/versions_mean", "version", "the same, mean over trajectories"),
     *(
-        Metric(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions", False)
+        _timed(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions")
         for name in AGES
     ),
-    Metric("tokens/left_out", "token", "sampled since the batch before in groups that are not trained", False),
+    _timed("tokens/left_out", "token", "sampled since the batch before in groups that are not trained"),
     _timed("waiting/engine_for_slots", "1", "share of the time since the batch before in which no group was sampled"),
     _timed("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`"),
     _timed("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`"),

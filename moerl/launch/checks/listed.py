@@ -121,13 +121,7 @@ CHECKS = (
         "headers of files; fetching",
         inputs.look_at_model,
     ),
-    RunCheck(
-        "scorers",
-        "servers of scorers answer",
-        _STARTED,
-        "one request to each",
-        inputs.look_at_scorers,
-    ),
+    RunCheck("scorers", "servers of scorers answer", _STARTED, "one request to each", inputs.look_at_scorers),
     RunCheck(
         "dumps",
         "format, model, groups and steps of the dumps that a run trains on",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -108,13 +107,15 @@ def _uses_others(run: Facts) -> bool:
     return isinstance(run.config.rollout, ServerRolloutConfig) or run.config.launch.address is not None
 
 
-def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:
+def _shared(options: argparse.Namespace) -> list[Check]:
     host = socket.gethostname()
-    node = shared.node_name(host, options.node, environment.get("SLURM_PROCID"))
+    node = shared.node_name(host, options.node, os.environ.get("SLURM_PROCID"))
     try:
         done = shared.exchange(options.shared, node, host, nodes=options.nodes, seconds=options.within)
     except OSError as error:
-        return [shared.unwritable(options.shared, error)]
+        remedy = "make the folder, mount it on this node, or give one that this user may write to"
+        seen = f"{options.shared}: {error.strerror or error}"
+        return [Check(shared.AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)]
     return shared.shared_checks(done)
 
 

@@ -78,7 +78,14 @@ def launch_slurm(options: argparse.Namespace) -> int:
         MoerlError: SLURM did not answer.
     """
     site = load_site(options.site)
-    _refuse_resume(options.overrides)
+    given = [text for text in options.overrides if text.startswith("resume=")]
+    if given:
+        raise ConfigError(
+            "resume: a job goes on by itself with the run in its run directory",
+            seen=given[0],
+            expected="run_dir=DIR",
+            remedy="give the run's directory as run_dir=DIR, with the recipe and keys that it was started with",
+        )
     facts, job, script, notes = _prepare(options, site, options.overrides)
     for note in notes:
         print(f"note: {note}")
@@ -171,17 +178,6 @@ def _prepare(
     # Nothing large is fetched for a look.
     facts = facts_of_job(config, job, site, written, fetches=not options.dry_run)
     return facts, job, render(job, site, keys), [*config_notes(config), *refuse(facts)]
-
-
-def _refuse_resume(overrides: Sequence[str]) -> None:
-    given = [text for text in overrides if text.startswith("resume=")]
-    if given:
-        raise ConfigError(
-            "resume: a job goes on by itself with the run in its run directory",
-            seen=given[0],
-            expected="run_dir=DIR",
-            remedy="give the run's directory as run_dir=DIR, with the recipe and keys that it was started with",
-        )
 
 
 def _job(options: argparse.Namespace, run_dir: Path) -> JobSettings:

@@ -38,16 +38,15 @@ def _one_line(text: str) -> str:
     return text
 
 
-def _word(text: str) -> str:
-    if not re.fullmatch(r"[\w.,:/+=@%^~-]+", text):
-        raise ValueError("a word of letters, digits and any of _ . , : / + = @ % ^ ~ -")
-    return text
+def _matching(pattern: str, expected: str, flags: re.RegexFlag = re.NOFLAG) -> AfterValidator:
+    """Makes the rule that the whole text has a pattern. expected: the pattern, for people."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, flags):
+            raise ValueError(expected)
+        return text
 
-def _variable(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError("the name of an environment variable")
-    return name
+    return AfterValidator(check)
 
 
 def _option(line: str) -> str:
@@ -62,8 +61,8 @@ def _option(line: str) -> str:
 
 
 Line = Annotated[str, AfterValidator(_one_line)]
-Word = Annotated[str, AfterValidator(_word)]
-Variable = Annotated[str, AfterValidator(_variable)]
+Word = Annotated[str, _matching(r"[\w.,:/+=@%^~-]+", "a word of letters, digits and any of _ . , : / + = @ % ^ ~ -")]
+Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable", re.ASCII)]
 Option = Annotated[str, AfterValidator(_option)]
 
 

@@ -17,13 +17,7 @@ from moerl.config.load import load_config
 from moerl.errors import ConfigError
 from moerl.launch.run_lock import run_lock
 from moerl.launch.sweeps.hosts import LocalHost
-from moerl.launch.sweeps.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    new_manifest,
-    read_manifest,
-    refuse_changes,
-)
+from moerl.launch.sweeps.manifest import MANIFEST_FILE, Manifest, new_manifest, read_manifest, refuse_changes
 from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of
 from moerl.machine.stop_signals import stop_signals
 from moerl.printable import printable
@@ -102,7 +96,8 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
 def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
     """Returns the sweep of a command line, and its directory. If the directory has a sweep already, it is that one.
     Raises `ConfigError` if the two differ, or if nothing is swept."""
-    folder = (options.folder or _default_folder()).resolve()
+    now = datetime.datetime.now(datetime.UTC)
+    folder = (options.folder or Path(f"runs/sweep-{now:%Y%m%d-%H%M%S}")).resolve()
     if not options.overrides and options.folder is not None:
         return read_manifest(folder), folder
     swept = expand_sweep(options.overrides)
@@ -119,11 +114,6 @@ def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest
         refuse_changes(before, manifest, folder)
         return before, folder
     return manifest, folder
-
-
-def _default_folder() -> Path:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return Path(f"runs/sweep-{now}")
 
 
 def check_runs(manifest: Manifest, *, looks_at_packages: bool = True) -> None:
