@@ -201,8 +201,9 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     """Prints a plan for `moerl train`; starts nothing."""
     from moerl.config.hub_model import say_model
     from moerl.config.load import load_plan
+    from moerl.config.run_memory import GIB, Machine
     from moerl.launch.checks.facts import Facts
-    from moerl.launch.plan import machine_of_plan, plan_memory
+    from moerl.launch.plan import plan_memory
     from moerl.launch.plan_weights import GB, PlannedUpdate
     from moerl.weights.estimate import Bandwidths
 
@@ -212,7 +213,9 @@ def _plan(command: str, options: argparse.Namespace) -> int:
         return 0
     say_model(config.model)
     if command == PLAN_MEMORY:
-        return plan_memory(Facts("plan", config, machine_of_plan(options)))
+        host = None if options.host_memory_gib is None else options.host_memory_gib * GIB
+        machine = Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=host)
+        return plan_memory(Facts("plan", config, machine))
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
     if command == PLAN_WEIGHTS:
         return PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()

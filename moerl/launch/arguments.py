@@ -129,21 +129,13 @@ def export_parser() -> Parser:
 def verify_parser() -> Parser:
     """Makes the parser of `moerl verify`."""
     parser = Parser("verify")
-    parser.add_argument("dump", type=Path, metavar="DUMP")
-    parser.add_argument(
-        "--model",
-        metavar="HF_DIR",
-        required=True,
-        help="the weights: a Hugging Face directory, or OWNER/NAME of the hub",
-    )
-    parser.add_argument("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
-    parser.add_argument(
-        "--tolerance",
-        type=nats,
-        default=TOLERANCE_NATS,
-        metavar="NATS",
-        help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
-    )
+    add = parser.add_argument
+    add("dump", type=Path, metavar="DUMP")
+    weights = "the weights: a Hugging Face directory, or OWNER/NAME of the hub"
+    add("--model", metavar="HF_DIR", required=True, help=weights)
+    add("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
+    most = f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said"
+    add("--tolerance", type=nats, default=TOLERANCE_NATS, metavar="NATS", help=most)
     return parser
 
 
@@ -200,31 +192,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             add(f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said")
     if kind != "weights":
         add("--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said")
-    if kind == "run":
-        _add_plan_run_arguments(parser)
-    elif kind == "memory":
+    if kind == "memory":
         add("--gpus-per-node", type=whole, default=8, metavar="N", help="devices of one machine, 8 if not said")
         add("--host-memory-gib", type=gib_size, metavar="GIB", help="memory of one machine; shown alone if not said")
-
-
-def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `moerl plan run`."""
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"
-    )
-    for name, value, unit, text in (
-        ("tflops", 989.0, "N", "of a device, dense, in the precision of the weights"),
-        ("mfu", 0.3, "SHARE", "share of them that training reaches"),
-        ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
-        ("mean-tokens", 4096.0, "N", "mean length of a response"),
-        ("prompt-tokens", 512.0, "N", "length of a prompt"),
-        ("turns", 1.0, "N", "turns of an episode, which share the tokens of a response"),
-        ("tool-seconds", 0.0, "N", "mean time of the environment between two turns"),
-        ("tool-tokens", 0.0, "N", "tokens that the environment writes between two turns"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"
-        )
+    if kind == "run":
+        add("--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run")
+        for name, value, unit, text in (
+            ("tflops", 989.0, "N", "of a device, dense, in the precision of the weights"),
+            ("mfu", 0.3, "SHARE", "share of them that training reaches"),
+            ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
+            ("mean-tokens", 4096.0, "N", "mean length of a response"),
+            ("prompt-tokens", 512.0, "N", "length of a prompt"),
+            ("turns", 1.0, "N", "turns of an episode, which share the tokens of a response"),
+            ("tool-seconds", 0.0, "N", "mean time of the environment between two turns"),
+            ("tool-tokens", 0.0, "N", "tokens that the environment writes between two turns"),
+        ):
+            add(f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said")
 
 
 def examples_text(examples: Sequence[tuple[str, str]]) -> str:

@@ -12,14 +12,14 @@ from moerl.launch.arguments import Parser, page_path, positive
 
 USAGE = "moerl diagnose DUMP|RUN_DIR [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
-DEFAULT_ROLLOUTS, DEFAULT_TOKENS = 256, 40_000
 
 
 def diagnose_parser() -> Parser:
     """Makes the parser of the command."""
     parser = Parser("diagnose")
-    parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
-    parser.add_argument(
+    add = parser.add_argument
+    add("dumps", type=Path, nargs="*", metavar="DUMP")
+    add(
         "--model",
         action="append",
         default=[],
@@ -27,34 +27,16 @@ def diagnose_parser() -> Parser:
         help="the policy as a Hugging Face directory or OWNER/NAME of the hub, with its policy version; again for other"
         " versions, newest first",
     )
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said"
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=int,
-        default=DEFAULT_ROLLOUTS,
-        metavar="N",
-        help=f"most rollouts to score, spread over the dump, {DEFAULT_ROLLOUTS} if not said",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=DEFAULT_TOKENS,
-        metavar="N",
-        help=f"most tokens to score, prompts included, {DEFAULT_TOKENS:,} if not said",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("hf", "trainer"),
-        default="hf",
-        help="score with transformers (hf, the default) or Megatron",
-    )
-    parser.add_argument(
-        "--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)"
-    )
-    parser.add_argument("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
-    parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
+    add("--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said")
+    scored = "most rollouts to score, spread over the dump, 256 if not said"
+    add("--rollouts", type=int, default=256, metavar="N", help=scored)
+    scored = "most tokens to score, prompts included, 40,000 if not said"
+    add("--tokens", type=int, default=40_000, metavar="N", help=scored)
+    how = "score with transformers (hf, the default) or Megatron"
+    add("--backend", choices=("hf", "trainer"), default="hf", help=how)
+    add("--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)")
+    add("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
+    add("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
     return parser
 
 

@@ -6,7 +6,6 @@ The numbers are worked out in `moerl.machine.memory` and `moerl.config.run_memor
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from moerl.config.architecture import describe_model
 from moerl.config.checks import layout_load
-from moerl.config.run_memory import GIB, Machine, MemoryPlace, checkpoint_bytes, fits_with, places
+from moerl.config.run_memory import GIB, MemoryPlace, checkpoint_bytes, fits_with, places
 from moerl.config.schema import ModelConfig
 from moerl.config.training import TrainerConfig
 from moerl.contract.parallel import ParallelDims
@@ -24,12 +23,6 @@ from moerl.launch.checks.listed import look
 from moerl.machine.layouts import as_overrides, nearest_layouts
 from moerl.machine.memory import USABLE_SHARE, RankMemory, heaviest_rank, total_parameters
 from moerl.machine.residence import MOMENTS_OF_A_RUN
-
-
-def machine_of_plan(options: argparse.Namespace) -> Machine:
-    """Returns the machine that the options of `moerl plan memory` describe."""
-    host = options.host_memory_gib
-    return Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=None if host is None else host * GIB)
 
 
 def plan_memory(facts: Facts) -> int:

@@ -25,16 +25,10 @@ _COMPARISON_FILE = "comparison.html"
 def report_parser() -> Parser:
     """Makes the parser of the command."""
     parser = Parser("report")
-    parser.add_argument("sources", type=Path, nargs="*", metavar="RUN_DIR")
-    parser.add_argument(
-        "--compare", action="store_true", help="one page of several run directories or report.json files, side by side"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"page to write: RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}, if not said",
-    )
+    add, page = parser.add_argument, f"RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}"
+    add("sources", type=Path, nargs="*", metavar="RUN_DIR")
+    add("--compare", action="store_true", help="one page of several run directories or report.json files, side by side")
+    add("--output", type=Path, metavar="FILE", help=f"page to write: {page}, if not said")
     return parser
 
 

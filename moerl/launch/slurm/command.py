@@ -58,13 +58,8 @@ def parser() -> Parser:
     add("--site", type=Path, metavar="FILE", help="YAML file with what this site's SLURM asks for")
     add("--name", metavar="NAME", help="of the job; that of the run directory if not said")
     add("--signal-seconds", type=int, default=300, metavar="S", help="before the limit, when the run must stop, 300")
-    add(
-        "--max-requeues",
-        type=int,
-        default=MAX_REQUEUES,
-        metavar="N",
-        help=f"in a row without a new checkpoint, {MAX_REQUEUES}",
-    )
+    requeues = f"in a row without a new checkpoint, {MAX_REQUEUES}"
+    add("--max-requeues", type=int, default=MAX_REQUEUES, metavar="N", help=requeues)
     add("--dry-run", action="store_true", help="show script, configuration, nodes and plans; submit nothing")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     return made

@@ -91,11 +91,8 @@ def container_start(container: Container | None, variables: Sequence[str], folde
     # enroot starts in the home of the image, apptainer in another folder if this one is not mounted.
     option = "--bind" if container.runtime == "apptainer" else "--mount"
     options = [word for mount in mounts for word in (option, mount)]
-    return CommandPrefixes(
-        (*words, *options, *container.arguments, container.image, "env", f"--chdir={folders[0]}"),
-        f"{array} ",
-        in_step=f"{array} ",
-    )
+    inside = (*words, *options, *container.arguments, container.image, "env", f"--chdir={folders[0]}")
+    return CommandPrefixes(inside, f"{array} ", in_step=f"{array} ")
 
 
 def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, ...]:

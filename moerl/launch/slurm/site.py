@@ -15,19 +15,8 @@ from moerl.reading import read_text
 from moerl.sections import Count, CountOrZero, Positive, Section
 
 OURS = (
-    *(
-        "job-name",
-        "nodes",
-        "ntasks-per-node",
-        "time",
-        "signal",
-        "requeue",
-        "no-requeue",
-        "open-mode",
-        "output",
-        "chdir",
-    ),
-    *("partition", "account", "qos", "gres", "cpus-per-task", "mem", "exclusive", "array", "wrap", "parsable"),
+    *("job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "open-mode", "output", "mem"),
+    *("chdir", "partition", "account", "qos", "gres", "cpus-per-task", "exclusive", "array", "wrap", "parsable"),
 )
 """Options of sbatch that a script sets itself."""
 
