@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
-from moerl.launch.arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, export_parser, run_help, run_parser, verify_parser
+from moerl.launch.arguments import PLANS, export_parser, run_help, run_parser, verify_parser
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
@@ -212,12 +212,12 @@ def _plan(command: str, options: argparse.Namespace) -> int:
         _show_config(config, options)
         return 0
     say_model(config.model)
-    if command == PLAN_MEMORY:
+    if command == "plan memory":
         host = None if options.host_memory_gib is None else options.host_memory_gib * GIB
         machine = Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=host)
         return plan_memory(Facts("plan", config, machine))
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
-    if command == PLAN_WEIGHTS:
+    if command == "plan weights":
         return PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()
     from moerl.launch.plan_run import Device, Workload, plan_run
 

@@ -12,8 +12,7 @@ from moerl.config.command_texts import COMMANDS, CommandText
 from moerl.config.foreign_keys import counterpart
 from moerl.errors import ConfigError
 
-PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
-PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
+PLANS = ("plan memory", "plan weights", "plan run")
 
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""

@@ -67,16 +67,14 @@ def plan_memory(facts: Facts) -> int:
 
 def _ways_out(model: ModelConfig, trainer: TrainerConfig) -> str:
     """Lists, for a message, settings that need less memory on a device and are not in force yet."""
-    ways = ["take more of them"]
-    if model.dtype != "bfloat16":
-        ways.append("model.dtype=bfloat16")
-    if trainer.recompute != "full":
-        ways.append("trainer.recompute=full")
-    if trainer.distributed_optimizer == "off":
-        ways.append("trainer.distributed_optimizer=overlap")
-    if trainer.optimizer_offload < 1:
-        ways.append("trainer.optimizer_offload=1")
-    return ", ".join(ways) + " or a smaller trainer.microbatch_tokens"
+    helps = {
+        "take more of them": True,
+        "model.dtype=bfloat16": model.dtype != "bfloat16",
+        "trainer.recompute=full": trainer.recompute != "full",
+        "trainer.distributed_optimizer=overlap": trainer.distributed_optimizer == "off",
+        "trainer.optimizer_offload=1": trainer.optimizer_offload < 1,
+    }
+    return ", ".join(way for way in helps if helps[way]) + " or a smaller trainer.microbatch_tokens"
 
 
 def _table(rank: RankMemory, dims: ParallelDims) -> Table:

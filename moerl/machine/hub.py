@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,13 +148,12 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
     import huggingface_hub
 
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    with _explained(key, model.name):
-        if not offline:
-            with _progress(model, missing):
-                bars = None if sys.stderr.isatty() else silent_bars()
-                huggingface_hub.snapshot_download(
-                    model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
-                )
+    if not offline:
+        bars = None if sys.stderr.isatty() else silent_bars()
+        with _explained(key, model.name), _progress(model, missing):
+            huggingface_hub.snapshot_download(
+                model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
+            )
     lost = missing_weights(model.folder)
     if lost:
         raise ConfigError(
@@ -270,10 +269,8 @@ def _bytes_in(folder: Path) -> int:
     """Counts the bytes of the files in a folder; files that are renamed meanwhile count as nothing."""
     total = 0
     for name in os.listdir(folder) if folder.is_dir() else []:
-        try:
+        with suppress(FileNotFoundError):
             total += (folder / name).stat().st_size
-        except FileNotFoundError:
-            continue
     return total
 
 

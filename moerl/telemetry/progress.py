@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -33,30 +32,21 @@ PARTS = {
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    """A metric with a short label and the format of its value."""
-
-    metric: str
-    label: str
-    format: str
-
-
 _THROUGHPUT = "throughput/tokens_per_second"
 _FIGURES = (
-    _Figure("sft/loss", "loss", "{:.3f}"),
-    _Figure("reward/mean", "reward", "{:.3f}"),
-    _Figure("accuracy/mean", "accuracy", "{:.3f}"),
-    _Figure("response/length_mean", "length", "{:.0f}"),
-    _Figure("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
-    _Figure(_THROUGHPUT, "tokens/s", "{:,.0f}"),
+    ("sft/loss", "loss", "{:.3f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("accuracy/mean", "accuracy", "{:.3f}"),
+    ("response/length_mean", "length", "{:.0f}"),
+    ("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
+    (_THROUGHPUT, "tokens/s", "{:,.0f}"),
 )
+"""Metrics with a short label and the format of the value."""
 
 
 def figures_text(metrics: Mapping[str, float]) -> str:
     """Returns the figures worth watching, in a fixed order; those without a value are left out."""
-    shown = [f for f in _FIGURES if f.metric in metrics]
-    return "  ".join(f"{f.label} {f.format.format(metrics[f.metric])}" for f in shown)
+    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in _FIGURES if name in metrics)
 
 
 def duration_text(seconds: float) -> str:

@@ -22,9 +22,6 @@ from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of
 from moerl.machine.stop_signals import stop_signals
 from moerl.printable import printable
 
-_OF_SWEEPS = ("sweep.dir", "sweep.jobs")
-_SET_BY_SWEEPS = ("run_dir", "resume")
-
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
@@ -74,11 +71,11 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
     given, rest = dict[str, str](), list[str]()
     for text in overrides:
         key, _, value = text.partition("=")
-        if key in _SET_BY_SWEEPS:
+        if key in ("run_dir", "resume"):
             remedy = "give sweep.dir=DIR: runs get directories in it" if key == "run_dir" else "give sweep.dir=DIR"
             raise ConfigError(f"{key}: set by the sweep for each run", seen=text, expected="no such key", remedy=remedy)
         if key.startswith("sweep."):
-            if key not in _OF_SWEEPS or key in given or not value:
+            if key not in ("sweep.dir", "sweep.jobs") or key in given or not value:
                 raise ConfigError(
                     f"{key}: no key of sweeps, given twice or empty", seen=text, expected="sweep.dir=DIR, sweep.jobs=N"
                 )

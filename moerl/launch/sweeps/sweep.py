@@ -16,7 +16,6 @@ from moerl.machine.stop_signals import INTERRUPTED, STOPPED, StopRequest
 from moerl.reading import open_regular
 from moerl.telemetry.terminal import excerpt
 
-LOGS = "logs"
 POLL_SECONDS = 0.1
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
 """Pattern of a line in which moerl reports an error, or of the last line of a traceback; torch prints the rank before
@@ -125,7 +124,7 @@ def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> SweepJob:
     """Returns the command line of one run: it starts the run, or goes on with it."""
     options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
     overrides = [*overrides_of(run, manifest, folder), "resume=auto"]
-    return SweepJob(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
+    return SweepJob(run.name, ["train", *options, *overrides], folder / "logs" / f"{run.name}.log")
 
 
 def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:
