@@ -130,11 +130,11 @@ def verify_parser() -> Parser:
     parser = Parser("verify")
     add = parser.add_argument
     add("dump", type=Path, metavar="DUMP")
-    weights = "the weights: a Hugging Face directory, or OWNER/NAME of the hub"
-    add("--model", metavar="HF_DIR", required=True, help=weights)
+    model = "the weights: a Hugging Face directory, or OWNER/NAME of the hub"
+    add("--model", metavar="HF_DIR", required=True, help=model)
     add("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
-    most = f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said"
-    add("--tolerance", type=nats, default=TOLERANCE_NATS, metavar="NATS", help=most)
+    tolerance = f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said"
+    add("--tolerance", type=nats, default=TOLERANCE_NATS, metavar="NATS", help=tolerance)
     return parser
 
 

@@ -39,8 +39,8 @@ def parser() -> Parser:
     made = Parser("conformance")
     add = made.add_argument
     add("engine", metavar="ENGINE")
-    served = "model that the engine serves, a directory or OWNER/NAME of the hub: compare with transformers, too"
-    add("--model", metavar="HF_DIR", help=served)
+    model = "model that the engine serves, a directory or OWNER/NAME of the hub: compare with transformers, too"
+    add("--model", metavar="HF_DIR", help=model)
     add("--check", action="append", metavar="NAME", help="only this check; may be given several times")
     add("--update-weights", action="store_true", help="replace the engine's weights on the way, and put them back")
     add("--json", action="store_true", help="print one JSON document")

@@ -28,12 +28,12 @@ def diagnose_parser() -> Parser:
         " versions, newest first",
     )
     add("--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said")
-    scored = "most rollouts to score, spread over the dump, 256 if not said"
-    add("--rollouts", type=int, default=256, metavar="N", help=scored)
-    scored = "most tokens to score, prompts included, 40,000 if not said"
-    add("--tokens", type=int, default=40_000, metavar="N", help=scored)
-    how = "score with transformers (hf, the default) or Megatron"
-    add("--backend", choices=("hf", "trainer"), default="hf", help=how)
+    rollouts = "most rollouts to score, spread over the dump, 256 if not said"
+    add("--rollouts", type=int, default=256, metavar="N", help=rollouts)
+    tokens = "most tokens to score, prompts included, 40,000 if not said"
+    add("--tokens", type=int, default=40_000, metavar="N", help=tokens)
+    backend = "score with transformers (hf, the default) or Megatron"
+    add("--backend", choices=("hf", "trainer"), default="hf", help=backend)
     add("--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)")
     add("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
     add("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
