@@ -149,8 +149,8 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
 
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     if not offline:
-        bars = None if sys.stderr.isatty() else silent_bars()
         with _explained(key, model.name), _progress(model, missing):
+            bars = None if sys.stderr.isatty() else silent_bars()
             huggingface_hub.snapshot_download(
                 model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
             )
