@@ -18,27 +18,23 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
+from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
-from moerl.launch.arguments import Parser, export_parser, verify_parser
-from moerl.launch.arguments import short_help as _short_help
+from moerl.launch.arguments import PLANS, export_parser, run_help, run_parser, verify_parser
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
-from moerl.launch.run_arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, run_help, run_parser
 from moerl.launch.run_lock import run_lock
-from moerl.machine.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
+from moerl.machine.stop_signals import INTERRUPTED, STOPPED, GraceOverError, StopRequest, stop_signals
 from moerl.machine.torch_start import before_cuda, before_torch
 from moerl.printable import printable
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-_INTERRUPTED = 130  # after Ctrl-C, as shells have it
 MODULES_OF_RUNS = (
     *("moerl.orchestration.commands", "moerl.ranks.placement", "moerl.rollout.factory"),
     *("moerl.rollout.tokenizers", "moerl.trainer.new_model"),
@@ -67,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) or arguments[0] == "diagnose" else 1
     except KeyboardInterrupt as error:
         _print_error("interrupted", error)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _print_error(text: str, error: BaseException) -> None:
@@ -99,9 +95,13 @@ def _dispatch(arguments: list[str]) -> int:
     words = 2 if family else 1
     command, rest = " ".join(arguments[:words]), arguments[words:]
     if command in SGLANG:
-        return _sglang(command, rest)
+        from moerl.launch import sglang
+
+        return sglang.run(command, rest)
     if command in LAUNCH:
-        return _launch(rest)
+        from moerl.launch.slurm.command import run
+
+        return run(rest)
     if command not in COMMANDS:
         known = [*COMMANDS, *on_directories, *SGLANG, *LAUNCH]
         raise ConfigError(
@@ -135,7 +135,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
         elif (status := _run_controller(command, *ready, stop, started)) != STOPPED:
             return status
         # A run that a person ended must not be requeued.
-        return _INTERRUPTED if stop.signal == "SIGINT" else STOPPED
+        return INTERRUPTED if stop.signal == "SIGINT" else STOPPED
 
 
 def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> int | tuple[RunConfig, bool, int]:
@@ -201,8 +201,9 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     """Prints a plan for `moerl train`; starts nothing."""
     from moerl.config.hub_model import say_model
     from moerl.config.load import load_plan
+    from moerl.config.run_memory import GIB, Machine
     from moerl.launch.checks.facts import Facts
-    from moerl.launch.plan import machine_of_plan, plan_memory
+    from moerl.launch.plan import plan_memory
     from moerl.launch.plan_weights import GB, PlannedUpdate
     from moerl.weights.estimate import Bandwidths
 
@@ -211,10 +212,12 @@ def _plan(command: str, options: argparse.Namespace) -> int:
         _show_config(config, options)
         return 0
     say_model(config.model)
-    if command == PLAN_MEMORY:
-        return plan_memory(Facts("plan", config, machine_of_plan(options)))
+    if command == "plan memory":
+        host = None if options.host_memory_gib is None else options.host_memory_gib * GIB
+        machine = Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=host)
+        return plan_memory(Facts("plan", config, machine))
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
-    if command == PLAN_WEIGHTS:
+    if command == "plan weights":
         return PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths).show()
     from moerl.launch.plan_run import Device, Workload, plan_run
 
@@ -239,25 +242,10 @@ def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
     print(dump_config(config), end="")
 
 
-def _sglang(command: str, rest: list[str]) -> int:
-    """Runs `moerl sglang install`, `moerl sglang check` or `moerl serve`."""
-    from moerl.launch import sglang
-
-    return sglang.run(command, rest)
-
-
-def _launch(rest: list[str]) -> int:
-    from moerl.launch.slurm.command import run
-
-    return run(rest)
-
-
 def _export(arguments: list[str]) -> int:
-    parser = export_parser()
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help("moerl export RUN_DIR [--step N] --output DIR", EXPORT, parser))
+    options = export_parser().read(arguments, "moerl export RUN_DIR [--step N] --output DIR", EXPORT)
+    if options is None:
         return 0
-    options = parser.parse_args(arguments)
     from moerl.config.load import check_export
 
     run_dir, output = options.run_dir.resolve(), options.output.resolve()
@@ -292,38 +280,24 @@ def _watch(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    parser = Parser(prog="moerl status", add_help=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help("moerl status RUN_DIR", STATUS, parser))
-        return 0
-    run_dir = parser.parse_args(arguments).run_dir.resolve()
-    from moerl.launch.status import run_status
-    from moerl.trainer.checkpoint import checkpoint_names
+    from moerl.launch.status import status
 
-    return run_status(run_dir, checkpoint_names)
+    return status(arguments)
 
 
 def _report(arguments: list[str]) -> int:
     from moerl.launch.report import USAGE, report_parser, run_report
 
-    parser = report_parser()
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help(USAGE, REPORT, parser))
-        return 0
-    return run_report(parser.parse_intermixed_args(arguments))
+    options = report_parser().read(arguments, USAGE, REPORT)
+    return 0 if options is None else run_report(options)
 
 
 def _diagnose(arguments: list[str]) -> int:
     from moerl.launch.diagnose import USAGE, check_arguments, diagnose_parser, with_run
 
-    parser = diagnose_parser()
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help(USAGE, DIAGNOSE, parser))
+    options = diagnose_parser().read(arguments, USAGE, DIAGNOSE)
+    if options is None:
         return 0
-    options = parser.parse_intermixed_args(arguments)
     check_arguments(options)
     options = with_run(options)
     before_cuda("off")
@@ -342,18 +316,15 @@ def _diagnose(arguments: list[str]) -> int:
 def _samples(arguments: list[str]) -> int:
     from moerl.launch.samples import USAGE, parser, run_samples
 
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help(USAGE, SAMPLES, parser()))
-        return 0
-    return run_samples(parser().parse_args(arguments))
+    options = parser().read(arguments, USAGE, SAMPLES)
+    return 0 if options is None else run_samples(options)
 
 
 def _verify(arguments: list[str]) -> int:
-    parser = verify_parser()
-    if {"-h", "--help"} & set(arguments):
-        print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
+    usage = "moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]"
+    options = verify_parser().read(arguments, usage, VERIFY)
+    if options is None:
         return 0
-    options = parser.parse_args(arguments)
     from moerl.config.paths import check_verify, dump_files
     from moerl.machine.hub import model_directory
 

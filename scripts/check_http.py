@@ -36,8 +36,6 @@ EXCEPTIONS = {
     "moerl/http/client.py:urllib.request": "which proxies the environment names; nothing is asked",
     "moerl/machine/hub.py:huggingface_hub": _HUB,
     "moerl/machine/hub.py:httpx": "errors that the library of the hub raises; nothing is asked",
-    "moerl/machine/hub_errors.py:huggingface_hub": _HUB,
-    "moerl/machine/hub_errors.py:httpx": "errors that the library of the hub raises; nothing is asked",
     "moerl/tasks/data/hub_sets.py:huggingface_hub": _HUB,
     "moerl/tasks/data/sources.py:datasets": "data sets of the hub, by the hub's own library",
     "moerl/trainer/hf_directory.py:huggingface_hub": "writes files; nothing is asked",

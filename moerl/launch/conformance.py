@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moerl.config.command_texts import CONFORMANCE
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, short_help
+from moerl.launch.arguments import Parser
 from moerl.machine.hub import model_directory
 from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck
 
@@ -36,19 +36,14 @@ class ConformanceOptions:
 
 def parser() -> Parser:
     """Makes the parser of the command."""
-    made = Parser(prog="moerl conformance", add_help=False)
+    made = Parser("conformance")
     add = made.add_argument
     add("engine", metavar="ENGINE")
-    add(
-        "--model",
-        metavar="HF_DIR",
-        help="model that the engine serves, a directory or OWNER/NAME of the hub: compare with transformers, too",
-    )
+    model = "model that the engine serves, a directory or OWNER/NAME of the hub: compare with transformers, too"
+    add("--model", metavar="HF_DIR", help=model)
     add("--check", action="append", metavar="NAME", help="only this check; may be given several times")
     add("--update-weights", action="store_true", help="replace the engine's weights on the way, and put them back")
     add("--json", action="store_true", help="print one JSON document")
-    add("--traceback", action="store_true", help="show where an error was raised")
-    add("-h", "--help", action="store_true", help="show this text")
     return made
 
 
@@ -58,10 +53,9 @@ def read_options(arguments: list[str]) -> ConformanceOptions | None:
     Raises:
         ConfigError: there is no such engine, model or check, or --update-weights lacks --model.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(short_help("moerl conformance ENGINE [options]", CONFORMANCE, parser()))
+    given = parser().read(arguments, "moerl conformance ENGINE [options]", CONFORMANCE)
+    if given is None:
         return None
-    given = parser().parse_args(arguments)
     engine = str(given.engine)
     model = None if given.model is None else _model("--model", given.model)
     embedded = _model("ENGINE", engine.removeprefix(EMBEDDED)) if engine.startswith(EMBEDDED) else None

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, positive
+from moerl.launch.arguments import Parser, page_path, positive
 
 USAGE = "moerl diagnose DUMP|RUN_DIR [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
-DEFAULT_ROLLOUTS, DEFAULT_TOKENS = 256, 40_000
 
 
 def diagnose_parser() -> Parser:
     """Makes the parser of the command."""
-    parser = Parser(prog="moerl diagnose", add_help=False)
-    parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
-    parser.add_argument(
+    parser = Parser("diagnose")
+    add = parser.add_argument
+    add("dumps", type=Path, nargs="*", metavar="DUMP")
+    add(
         "--model",
         action="append",
         default=[],
@@ -27,36 +27,16 @@ def diagnose_parser() -> Parser:
         help="the policy as a Hugging Face directory or OWNER/NAME of the hub, with its policy version; again for other"
         " versions, newest first",
     )
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said"
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=int,
-        default=DEFAULT_ROLLOUTS,
-        metavar="N",
-        help=f"most rollouts to score, spread over the dump, {DEFAULT_ROLLOUTS} if not said",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=DEFAULT_TOKENS,
-        metavar="N",
-        help=f"most tokens to score, prompts included, {DEFAULT_TOKENS:,} if not said",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("hf", "trainer"),
-        default="hf",
-        help="score with transformers (hf, the default) or Megatron",
-    )
-    parser.add_argument(
-        "--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)"
-    )
-    parser.add_argument("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
-    parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    add("--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said")
+    rollouts = "most rollouts to score, spread over the dump, 256 if not said"
+    add("--rollouts", type=int, default=256, metavar="N", help=rollouts)
+    tokens = "most tokens to score, prompts included, 40,000 if not said"
+    add("--tokens", type=int, default=40_000, metavar="N", help=tokens)
+    backend = "score with transformers (hf, the default) or Megatron"
+    add("--backend", choices=("hf", "trainer"), default="hf", help=backend)
+    add("--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)")
+    add("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
+    add("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
     return parser
 
 
@@ -101,21 +81,14 @@ def check_arguments(options: argparse.Namespace) -> None:
     for name in ("rollouts", "tokens"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name}: too few", seen=getattr(options, name), expected="at least 1")
-    if options.output.suffix != ".html":
-        raise ConfigError(
-            "--output: not the name of a page",
-            seen=options.output,
-            expected="a name that ends in .html",
-            remedy="add .html",
-        )
+    page = page_path(options.output)
     for ending in (".html", ".json", ".parquet"):
-        _check_writable(options.output.resolve().with_suffix(ending))
+        _check_writable(page.with_suffix(ending))
 
 
 def _check_writable(file: Path) -> None:
     """Raises `ConfigError` if a file cannot be written; leaves no file. Folders that are missing are made later."""
-    folder = next(parent for parent in file.parents if parent.exists())
-    reason = ""
+    folder, reason = next(parent for parent in file.parents if parent.exists()), ""
     if file.is_dir():
         reason = "a directory has that name"
     elif not folder.is_dir():

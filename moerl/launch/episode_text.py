@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn, versions_of
+from moerl.diagnostics.conversations import SpokenSession, SpokenTurn, versions_of
 from moerl.printable import printable
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red")
@@ -19,7 +19,10 @@ _COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red")
 def conversation_text(sessions: Sequence[SpokenSession], *, is_colored: bool) -> Text:
     """Returns the lines of a conversation."""
     styles = {version: _COLORS[place % len(_COLORS)] for place, version in enumerate(versions_of(sessions))}
-    lines = [_legend(styles)] if is_colored and styles else []
+    lines: list[Text] = []
+    if is_colored and styles:
+        versions = Text("  ").join(Text(f"version {version}", style=style) for version, style in styles.items())
+        lines.append(Text("sampled by ").append_text(versions))
     for session in sessions:
         if session.title:
             rewards = "".join(f"  {name} {value:g}" for name, value in session.rewards.items())
@@ -28,11 +31,6 @@ def conversation_text(sessions: Sequence[SpokenSession], *, is_colored: bool) ->
             lines.append(Text(printable(f"{turn.title}:" if turn.who else turn.title)))
             lines += _colored(turn, styles) if is_colored else _plain(turn)
     return Text("\n").join(lines)
-
-
-def _legend(styles: Mapping[int, str]) -> Text:
-    parts = [Text(f"version {version}", style=style) for version, style in styles.items()]
-    return Text("sampled by ").append_text(Text("  ").join(parts))
 
 
 def _colored(turn: SpokenTurn, styles: Mapping[int, str]) -> list[Text]:
@@ -49,16 +47,13 @@ def _plain(turn: SpokenTurn) -> list[Text]:
     lines: list[str] = []
     goes_on = False
     for piece in turn.pieces:
+        mark = "" if piece.version is None else f"v{piece.version}"
         for number, line in enumerate(printable(piece.text).split("\n")):
             if is_mixed:
-                lines.append(f"  {_mark(piece)} {'+' if goes_on and number == 0 else '|'} {line}")
+                lines.append(f"  {mark} {'+' if goes_on and number == 0 else '|'} {line}")
             elif goes_on and number == 0:
                 lines[-1] += line
             else:
                 lines.append(f"  | {line}")
         goes_on = True
     return [Text(line) for line in lines]
-
-
-def _mark(piece: SpokenPiece) -> str:
-    return "" if piece.version is None else f"v{piece.version}"

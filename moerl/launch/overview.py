@@ -30,20 +30,12 @@ SGLANG = {
 LAUNCH = {"launch slurm": LAUNCH_SLURM.summary}
 
 
-def summaries() -> dict[str, str]:
-    """Returns what each command does, in a line, by the command's name."""
-    commands = COMMANDS | {
-        "doctor": DOCTOR,
-        "status": STATUS,
-        "watch": WATCH,
-        "report": REPORT,
-        "diagnose": DIAGNOSE,
-        "samples": SAMPLES,
-        "export": EXPORT,
-        "verify": VERIFY,
-        "conformance": CONFORMANCE,
-    }
-    return {name: command.summary for name, command in commands.items()} | SGLANG | LAUNCH
+_ON_FILES = {
+    **{"doctor": DOCTOR, "status": STATUS, "watch": WATCH, "report": REPORT, "diagnose": DIAGNOSE, "samples": SAMPLES},
+    **{"export": EXPORT, "verify": VERIFY, "conformance": CONFORMANCE},
+}
+SUMMARIES = {name: command.summary for name, command in (COMMANDS | _ON_FILES).items()} | SGLANG | LAUNCH
+"""Text on what each command does, in a line, by the command's name."""
 
 
 def which_command(command: str, known: list[str], family: str) -> str:
@@ -55,21 +47,19 @@ def which_command(command: str, known: list[str], family: str) -> str:
 
 def members(family: str) -> list[str]:
     """Returns the commands that begin with this word of `FAMILIES`."""
-    return [name for name in summaries() if name.startswith(f"{family} ")]
+    return [name for name in SUMMARIES if name.startswith(f"{family} ")]
 
 
 def family_overview(family: str) -> str:
     """Returns the text that `moerl plan`, `moerl sglang` and `moerl launch` print."""
-    each = summaries()
-    lines = [f"  moerl {name:<16}{each[name]}" for name in members(family)]
+    lines = [f"  moerl {name:<16}{SUMMARIES[name]}" for name in members(family)]
     about = f"`moerl {family} COMMAND --help` explains a command."
     return "\n".join([f"usage: moerl {family} COMMAND [options]", "", "commands:", *lines, "", about])
 
 
 def overview() -> str:
     """Returns the text that `moerl --help` prints."""
-    each = summaries()
-    lines = [f"  {name:<16}{summary}" for name, summary in each.items()]
+    lines = [f"  {name:<16}{summary}" for name, summary in SUMMARIES.items()]
     return "\n".join(
         [
             "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",

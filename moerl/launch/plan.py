@@ -6,7 +6,6 @@ The numbers are worked out in `moerl.machine.memory` and `moerl.config.run_memor
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from moerl.config.architecture import describe_model
 from moerl.config.checks import layout_load
-from moerl.config.run_memory import GIB, Machine, MemoryPlace, checkpoint_bytes, fits_with, places
+from moerl.config.run_memory import GIB, MemoryPlace, checkpoint_bytes, fits_with, places
 from moerl.config.schema import ModelConfig
 from moerl.config.training import TrainerConfig
 from moerl.contract.parallel import ParallelDims
@@ -24,12 +23,6 @@ from moerl.launch.checks.listed import look
 from moerl.machine.layouts import as_overrides, nearest_layouts
 from moerl.machine.memory import USABLE_SHARE, RankMemory, heaviest_rank, total_parameters
 from moerl.machine.residence import MOMENTS_OF_A_RUN
-
-
-def machine_of_plan(options: argparse.Namespace) -> Machine:
-    """Returns the machine that the options of `moerl plan memory` describe."""
-    host = options.host_memory_gib
-    return Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=None if host is None else host * GIB)
 
 
 def plan_memory(facts: Facts) -> int:
@@ -74,16 +67,14 @@ def plan_memory(facts: Facts) -> int:
 
 def _ways_out(model: ModelConfig, trainer: TrainerConfig) -> str:
     """Lists, for a message, settings that need less memory on a device and are not in force yet."""
-    ways = ["take more of them"]
-    if model.dtype != "bfloat16":
-        ways.append("model.dtype=bfloat16")
-    if trainer.recompute != "full":
-        ways.append("trainer.recompute=full")
-    if trainer.distributed_optimizer == "off":
-        ways.append("trainer.distributed_optimizer=overlap")
-    if trainer.optimizer_offload < 1:
-        ways.append("trainer.optimizer_offload=1")
-    return ", ".join(ways) + " or a smaller trainer.microbatch_tokens"
+    helps = {
+        "take more of them": True,
+        "model.dtype=bfloat16": model.dtype != "bfloat16",
+        "trainer.recompute=full": trainer.recompute != "full",
+        "trainer.distributed_optimizer=overlap": trainer.distributed_optimizer == "off",
+        "trainer.optimizer_offload=1": trainer.optimizer_offload < 1,
+    }
+    return ", ".join(way for way in helps if helps[way]) + " or a smaller trainer.microbatch_tokens"
 
 
 def _table(rank: RankMemory, dims: ParallelDims) -> Table:

@@ -98,14 +98,7 @@ def plan_run(
     if calibration is None:
         fleet = fleet_on(config, device, workload.prompt_tokens + workload.observed_tokens + workload.mean_tokens)
         update = PlannedUpdate(config.model, config.parallel, config.weights, config.rollout, bandwidths)
-        costs = estimate(
-            config,
-            device,
-            update.seconds,
-            mean_tokens=workload.mean_tokens,
-            prompt_tokens=workload.prompt_tokens,
-            observed_tokens=workload.observed_tokens,
-        )
+        costs = estimate(config, device, workload, update.seconds)
         console.print(_assumptions(config, device, workload, fleet))
     else:
         costs = calibration.costs
@@ -119,11 +112,7 @@ def plan_run(
 
 
 def predict(
-    config: RunConfig,
-    limits: QueueLimits,
-    costs: StepCosts,
-    episode: Draw,
-    fleet: SimulatedFleet | None = None,
+    config: RunConfig, limits: QueueLimits, costs: StepCosts, episode: Draw, fleet: SimulatedFleet | None = None
 ) -> Simulated:
     """Returns what a run of this configuration would do with these slots, costs and episodes.
 
@@ -154,19 +143,8 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
     return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))
 
 
-def estimate(
-    config: RunConfig,
-    device: Device,
-    publish_seconds: float,
-    *,
-    mean_tokens: float,
-    prompt_tokens: int,
-    observed_tokens: int = 0,
-) -> StepCosts:
+def estimate(config: RunConfig, device: Device, workload: Workload, publish_seconds: float) -> StepCosts:
     """Estimates costs on devices of one kind, for trainer and engines alike.
-
-    Args:
-        observed_tokens: of an episode, in all.
 
     Training: 3 forward passes' operations (a fourth if log-probs are scored before the update). Decoding: an engine
     reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
@@ -174,7 +152,8 @@ def estimate(
     """
     model, trainer_devices = describe_model(config.model), config.parallel.world_size
     engine_devices = getattr(config.rollout, "tensor", 1)
-    cost, mean_rows = sequence_flops(model), prompt_tokens + observed_tokens + mean_tokens
+    cost, mean_tokens, prompt_tokens = sequence_flops(model), workload.mean_tokens, workload.prompt_tokens
+    mean_rows = prompt_tokens + workload.observed_tokens + mean_tokens
     passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
     operations = device.tflops * 1e12
     memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
@@ -182,7 +161,7 @@ def estimate(
     cache_row = (
         engine_devices
         * cache_token_bytes(model, engine_devices, 2)
-        * (prompt_tokens + (observed_tokens + mean_tokens) / 2)
+        * (prompt_tokens + (workload.observed_tokens + mean_tokens) / 2)
     )
     return StepCosts(
         decode_step=2 * total_parameters(model) / memory,
@@ -241,11 +220,7 @@ def _parts(costs: StepCosts) -> str:
 
 
 def _table(
-    config: RunConfig,
-    fleet: SimulatedFleet,
-    costs: StepCosts,
-    episodes: Callable[[], Draw],
-    console: Console,
+    config: RunConfig, fleet: SimulatedFleet, costs: StepCosts, episodes: Callable[[], Draw], console: Console
 ) -> Table:
     """Makes a row for each setting that the placement of engines allows, with the same episodes in all; the setting of
     the configuration is bold."""

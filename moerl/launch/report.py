@@ -14,7 +14,7 @@ from moerl.diagnostics.report.page import JSON_FILE, PAGE_FILE, write_report
 from moerl.diagnostics.report.read_run import numbers_of_directory, report_of_directory, stored_report
 from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser
+from moerl.launch.arguments import Parser, page_path
 from moerl.launch.sweeps.manifest import MANIFEST_FILE, SweepRun, read_manifest
 from moerl.telemetry.sinks import METRICS_FILE
 
@@ -24,19 +24,11 @@ _COMPARISON_FILE = "comparison.html"
 
 def report_parser() -> Parser:
     """Makes the parser of the command."""
-    parser = Parser(prog="moerl report", add_help=False)
-    parser.add_argument("sources", type=Path, nargs="*", metavar="RUN_DIR")
-    parser.add_argument(
-        "--compare", action="store_true", help="one page of several run directories or report.json files, side by side"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"page to write: RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}, if not said",
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    parser = Parser("report")
+    add, page = parser.add_argument, f"RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}"
+    add("sources", type=Path, nargs="*", metavar="RUN_DIR")
+    add("--compare", action="store_true", help="one page of several run directories or report.json files, side by side")
+    add("--output", type=Path, metavar="FILE", help=f"page to write: {page}, if not said")
     return parser
 
 
@@ -50,23 +42,36 @@ def run_report(options: argparse.Namespace) -> int:
     sources: list[Path] = options.sources
     if len(sources) == 1 and not options.compare and (sources[0] / MANIFEST_FILE).is_file():
         return _report_sweep(sources[0].resolve(), options.output)
-    _check_count(len(sources), compare=options.compare)
+    if options.compare and len(sources) < 2:
+        raise ConfigError(
+            "report: nothing to compare with",
+            seen=f"{len(sources)} of them",
+            expected="two or more run directories or report.json files",
+            remedy="moerl report --compare runs/one runs/other",
+        )
+    if not options.compare and len(sources) != 1:
+        raise ConfigError(
+            "report: which run?",
+            seen=f"{len(sources)} of them",
+            expected="one run directory, or --compare and several",
+            remedy="see `moerl report --help`",
+        )
     reports = [_report(source) for source in sources]
     if options.compare:
-        output = _checked(options.output or Path(_COMPARISON_FILE))
+        output = page_path(options.output or Path(_COMPARISON_FILE))
         with writing(output):
             verdict = write_comparison([*zip(_names(sources), reports, strict=True)], output)
     else:
-        report, output = reports[0], _checked(options.output or _beside(sources[0]))
+        beside = sources[0].with_suffix(".html") if sources[0].is_file() else sources[0] / PAGE_FILE
+        output, verdict = page_path(options.output or beside), reports[0].verdict
         with writing(output):
-            write_report(report, output)
-        verdict = report.verdict
+            write_report(reports[0], output)
     return _say(verdict, output)
 
 
 def _report_sweep(folder: Path, output: Path | None) -> int:
     manifest = read_manifest(folder)
-    page = _checked(output or folder / PAGE_FILE)
+    page = page_path(output or folder / PAGE_FILE)
     runs = [_swept_run(folder, run, page) for run in manifest.runs]
     report = sweep_report(f"Sweep of {folder.name}", manifest.keys, runs)
     with writing(page):
@@ -86,23 +91,6 @@ def _swept_run(folder: Path, run: SweepRun, page: Path) -> SweptRun:
 def _say(verdict: Verdict, output: Path) -> int:
     print(f"verdict        {verdict.text}\nwhat to change {verdict.advice}\nreport         {output}")
     return 0
-
-
-def _check_count(count: int, *, compare: bool) -> None:
-    if compare and count < 2:
-        raise ConfigError(
-            "report: nothing to compare with",
-            seen=f"{count} of them",
-            expected="two or more run directories or report.json files",
-            remedy="moerl report --compare runs/one runs/other",
-        )
-    if not compare and count != 1:
-        raise ConfigError(
-            "report: which run?",
-            seen=f"{count} of them",
-            expected="one run directory, or --compare and several",
-            remedy="see `moerl report --help`",
-        )
 
 
 def _report(source: Path) -> Report:
@@ -125,18 +113,6 @@ def _report(source: Path) -> Report:
             remedy=f"go on with the run: moerl train {shlex.quote(f'resume={source}')}",
         )
     return report
-
-
-def _beside(source: Path) -> Path:
-    return source.with_suffix(".html") if source.is_file() else source / PAGE_FILE
-
-
-def _checked(output: Path) -> Path:
-    if output.suffix != ".html":
-        raise ConfigError(
-            "--output: not the name of a page", seen=output, expected="a name that ends in .html", remedy="add .html"
-        )
-    return output.resolve()
 
 
 def _names(sources: list[Path]) -> list[str]:

@@ -44,7 +44,12 @@ def run_lock(run_dir: Path) -> Iterator[int]:
     try:
         descriptor = _acquire(run_dir)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise ConfigError(
+            "run_dir: cannot be written",
+            seen=f"{run_dir}: {error.strerror or error}",
+            expected="a directory that this process may make and write to",
+            remedy="choose another run_dir, or change what is named",
+        ) from error
     with ending(lambda: _release(run_dir, descriptor, is_new=is_new)):
         yield descriptor
 
@@ -158,7 +163,13 @@ def _lock(descriptor: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise _no_locks(path, error) from error
+        raise ConfigError(
+            "run_dir: its file system cannot lock files, so nothing would keep a second run out",
+            seen=f"flock of {path}: {error.strerror or error}",
+            expected="a file system with flock",
+            remedy="choose a run_dir on another file system, or mount this one with locks (Lustre: -o flock; NFS: with"
+            " a lock service)",
+        ) from error
     return True
 
 
@@ -216,22 +227,3 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "gone"
-
-
-def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        "run_dir: cannot be written",
-        seen=f"{run_dir}: {error.strerror or error}",
-        expected="a directory that this process may make and write to",
-        remedy="choose another run_dir, or change what is named",
-    )
-
-
-def _no_locks(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        "run_dir: its file system cannot lock files, so nothing would keep a second run out",
-        seen=f"flock of {path}: {error.strerror or error}",
-        expected="a file system with flock",
-        remedy="choose a run_dir on another file system, or mount this one with locks (Lustre: -o flock; NFS: with a"
-        " lock service)",
-    )

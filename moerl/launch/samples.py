@@ -32,9 +32,9 @@ SHOWN_CHARACTERS = 2000
 _LIMITS = ShownLimits(sessions=20, turns=100, characters=SHOWN_CHARACTERS)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Makes the parser of the command."""
-    made = Parser(prog="moerl samples", add_help=False)
+    made = Parser("samples")
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--of", metavar="FILE", help="Parquet file in RUN_DIR; the newest by default")
     made.add_argument("--set", metavar="NAME", help="of one of several sets alone")
@@ -42,8 +42,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--count", type=int, default=2, metavar="N", help="how many of each end, 2 if not said")
     made.add_argument("--best", action="store_true", help="those with the highest reward alone")
     made.add_argument("--worst", action="store_true", help="those with the lowest reward alone")
-    made.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
     return made
 
 

@@ -28,10 +28,12 @@ def listen_for_servers(
     Raises:
         EngineError: a server file is missing or unreadable.
     """
-    address = host
     if isinstance(rollout, ServerRolloutConfig):
-        address = _met_at([read_endpoint(file) for file in rollout.server])
-    environment.update(interface_variables(address, environment))
+        parts = [urlsplit(read_endpoint(file).url) for file in rollout.server]
+        away = [each for each in parts if not ip_address(each.hostname or "").is_loopback]
+        # Our own address as the first server on another machine sees it.
+        host = own_address(away[0].hostname or "", away[0].port or 80) if away else LOOPBACK_ADDRESS
+    environment.update(interface_variables(host, environment))
 
 
 def refuse_ended(endpoint: Endpoint) -> None:
@@ -46,13 +48,3 @@ def refuse_ended(endpoint: Endpoint) -> None:
             expected="a server that runs",
             remedy="start it again with `moerl serve`; its log is beside the server file",
         )
-
-
-def _met_at(endpoints: list[Endpoint]) -> str:
-    """Returns our own address as seen by the first server that is not on this machine's loopback, else the loopback."""
-    for endpoint in endpoints:
-        parts = urlsplit(endpoint.url)
-        host = parts.hostname or ""
-        if not ip_address(host).is_loopback:
-            return own_address(host, parts.port or 80)
-    return LOOPBACK_ADDRESS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, options_text
+from moerl.launch.arguments import Parser, asks_for_help, options_text
 from moerl.launch.overview import SGLANG
 from moerl.machine.hub import model_directory
 from moerl.machine.model_tensors import check_weights
@@ -28,16 +28,16 @@ _PROBE_SECONDS = 30.0
 def run(command: str, arguments: list[str]) -> int:
     """Runs one command, or prints its help; returns the exit status."""
     made = parser(command)
-    if {"-h", "--help"} & set(arguments):
+    if asks_for_help(arguments):
         usage = made.format_usage().strip()
-        print(f"{usage}\n\nmoerl {command}: {SGLANG[command]}.\n\noptions:\n{options_text(made)}")
+        print(f"{usage}\n\nmoerl {command}: {SGLANG[command]}.\n\n{options_text(made)}")
         return 0
     return COMMANDS[command](made.parse_args(arguments))
 
 
 def parser(command: str) -> Parser:
     """Makes the parser of one command."""
-    made = Parser(prog=f"moerl {command}", add_help=False)
+    made = Parser(command)
     add = made.add_argument
     add("--env", type=Path, default=ENVIRONMENT, metavar="DIR", help=f"environment of the server, {ENVIRONMENT}")
     if command == "sglang check":
@@ -49,8 +49,7 @@ def parser(command: str) -> Parser:
         add("--python", metavar="PATH", help="interpreter to make it with; the first that fits by default")
     if command == "serve":
         _add_server_options(add)
-    add("--traceback", action="store_true", help="show where an error was raised")
-    add("-h", "--help", action="store_true", help="show this text")
+    made.add_common_options()
     return made
 
 

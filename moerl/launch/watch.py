@@ -13,12 +13,11 @@ from rich.text import Text
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.config.command_texts import WATCH
-from moerl.config.load import CONFIG_FILE
 from moerl.diagnostics.alerts import Announcer, active_alerts
-from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.errors import ConfigError, MoerlError
-from moerl.launch.arguments import Parser, short_help
+from moerl.errors import MoerlError
+from moerl.launch.arguments import Parser
 from moerl.launch.run_lock import holder
+from moerl.launch.status import check_run_dir, state_of
 from moerl.launch.watch_screen import Size, Snapshot, screen, state_lines, step_line, steps_of
 from moerl.printable import printable
 from moerl.reading import read_json
@@ -34,15 +33,12 @@ def watch(arguments: list[str]) -> int:
     Raises:
         ConfigError: there is no run. MoerlError: its files cannot be read.
     """
-    parser = Parser(prog="moerl watch", add_help=False)
+    parser = Parser("watch")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--once", action="store_true", help="print what is known now, and end")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    if {"-h", "--help"} & set(arguments):
-        print(short_help("moerl watch RUN_DIR [--once]", WATCH, parser))
+    options = parser.read(arguments, "moerl watch RUN_DIR [--once]", WATCH)
+    if options is None:
         return 0
-    options = parser.parse_args(arguments)
     return run_watch(options.run_dir.resolve(), Console(), once=options.once)
 
 
@@ -52,13 +48,7 @@ def run_watch(run_dir: Path, console: Console, *, once: bool, sleep: Callable[[f
     Raises:
         ConfigError, MoerlError: as `watch`.
     """
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(
-            "watch: this is no run directory",
-            seen=f"{run_dir}, without {CONFIG_FILE}",
-            expected="the run_dir of a run",
-            remedy="give the directory that the run printed when it started",
-        )
+    check_run_dir(run_dir, "watch")
     tail = RowTail(run_dir / METRICS_FILE)
     if once or not holder(run_dir):
         _poll(tail)
@@ -122,9 +112,7 @@ def _look(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Snapshot:
         raise MoerlError(
             f"watch: {run_dir / LEDGER_FILE} cannot be read", seen=f"{type(error).__name__}: {error}"
         ) from error
-    held_by = holder(run_dir)
-    ended = "finished" if (run_dir / SUMMARY_FILE).exists() else f"stopped; go on with `moerl train resume={run_dir}`"
-    return Snapshot(rows, ledger, steps, f"running, {held_by}" if held_by else ended)
+    return Snapshot(rows, ledger, steps, state_of(run_dir))
 
 
 def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:

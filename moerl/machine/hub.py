@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,11 +21,11 @@ from pathlib import Path
 import httpx
 
 from moerl.errors import ConfigError
-from moerl.machine.hub_errors import HOW, hub_errors
 from moerl.machine.model_files import INDEX_FILE, SINGLE_FILE, weight_files
 from moerl.printable import printable
 from moerl.tasks.data.hub_sets import silent_bars
 from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text
+from moerl.telemetry.terminal import excerpt
 
 SMALL_FILES = (
     "config.json",
@@ -42,6 +42,7 @@ ANSWER_SECONDS = 10.0
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(@(?P<revision>[A-Za-z0-9][\w.\-/]*))?", re.ASCII)
 _GB = 1e9
+_COPY = "or give the directory of a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def locate(name: str, commit: str | None = None, key: str = "model.path") -> Hub
 
     repo, _, asked = name.partition("@")
     revision = commit or asked or "main"
-    with hub_errors(key, name):
+    with _explained(key, name):
         reached = _ask(repo, revision, key, name)
         folder = Path(
             huggingface_hub.snapshot_download(
@@ -147,20 +148,19 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
     import huggingface_hub
 
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    with hub_errors(key, model.name):
-        if not offline:
-            with _progress(model, missing):
-                bars = None if sys.stderr.isatty() else silent_bars()
-                huggingface_hub.snapshot_download(
-                    model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
-                )
+    if not offline:
+        with _explained(key, model.name), _progress(model, missing):
+            bars = None if sys.stderr.isatty() else silent_bars()
+            huggingface_hub.snapshot_download(
+                model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
+            )
     lost = missing_weights(model.folder)
     if lost:
         raise ConfigError(
             f"{key}: the cache has not all weights of {model.name}" + (", and HF_HUB_OFFLINE is set" * offline),
             seen=f"{len(lost)} files are missing, first {lost[0]}, in {model.folder}",
             expected="all files of the model",
-            remedy=f"start once without HF_HUB_OFFLINE, with the same HF_HOME, {HOW}",
+            remedy=f"start once without HF_HUB_OFFLINE, with the same HF_HOME, {_COPY}",
         )
 
 
@@ -178,6 +178,60 @@ def model_directory(given: str, key: str) -> Path:
     say(str(model))
     fetch_weights(model, key)
     return model.folder
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(key: str, name: str) -> Iterator[None]:
+    """Raises errors of the library as `ConfigError`s. key: key or option that names the model, for messages."""
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (HFValidationError, httpx.TransportError, OSError) as error:  # all others of the library are an OSError
+        raise _explain(error, key, name) from error
+
+
+def _explain(error: Exception, key: str, name: str) -> ConfigError:
+    from huggingface_hub import constants, errors
+
+    words = excerpt(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+    no_directory = f"no directory {Path(name).absolute()}"
+    a_name = "a directory with config.json, or OWNER/NAME or OWNER/NAME@REVISION"
+    match error:
+        case errors.GatedRepoError():
+            what, seen, expected = f"{name} is gated", words, "a model that this user may fetch"
+            remedy = "accept its terms on its page, and log in with `hf auth login` or HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            what = f"{name} is neither a directory nor a model of the hub that this user can see"
+            seen, expected = f"{no_directory}; {words}", a_name
+            remedy = "check the name; a private model needs `hf auth login` or HF_TOKEN; ./DIR is always a directory"
+        case errors.RevisionNotFoundError():
+            what, seen, expected = "the model has no such revision", name, "a branch, a tag or a commit behind the @"
+            remedy = "check it on the model's page, or leave it away for the branch main"
+        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
+            what = f"{name} is no directory here, nor is it whole in the cache of the hub, which " + (
+                "HF_HUB_OFFLINE forbids to ask" if constants.HF_HUB_OFFLINE else "does not answer"
+            )
+            seen = f"{no_directory}; cache {constants.HF_HUB_CACHE}"
+            expected = "a directory with config.json, or a model of the hub"
+            repo, _, revision = name.partition("@")
+            download = f"hf download {repo} --revision {revision}" if revision else f"hf download {repo}"
+            remedy = f"fetch it on a machine with a network, into the HF_HOME of this one: {download}; {_COPY}"
+        case errors.HFValidationError():
+            what, seen, expected = f"{name} is neither a directory nor a name on the hub", words, a_name
+            remedy = "check the name"
+        case errors.HfHubHTTPError():
+            what, seen, expected = f"the hub does not give {name}", words, "its files"
+            remedy = f"try again later; what is in the cache is used with HF_HUB_OFFLINE=1; {_COPY}"
+        case _:
+            what, seen, expected = f"{name} could not be fetched", words, "its files in the cache of the hub"
+            remedy = (
+                "start again once network, room and permissions of HF_HOME are right; what is fetched already is kept"
+            )
+    return ConfigError(f"{key}: {what}", seen=seen, expected=expected, remedy=remedy)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
@@ -215,10 +269,8 @@ def _bytes_in(folder: Path) -> int:
     """Counts the bytes of the files in a folder; files that are renamed meanwhile count as nothing."""
     total = 0
     for name in os.listdir(folder) if folder.is_dir() else []:
-        try:
+        with suppress(FileNotFoundError):
             total += (folder / name).stat().st_size
-        except FileNotFoundError:
-            continue
     return total
 
 

@@ -119,10 +119,6 @@ def _of_model(dims: ParallelDims, sizes: ModelDescription) -> Iterator[BrokenRul
             f"parallel.tensor = {dims.tensor}, num_key_value_heads = {key_values}",
             f"a divisor or a multiple of {key_values}",
         )
-    yield from _of_stages(dims, sizes)
-
-
-def _of_stages(dims: ParallelDims, sizes: ModelDescription) -> Iterator[BrokenRule]:
     if dims.pipeline > sizes.num_layers:
         yield BrokenRule(
             "parallel.pipeline",
@@ -234,13 +230,15 @@ def _valid_dims(
     experts = _divisors(widths["expert"])
     expert_tensors = [size for size in _divisors(widths["expert_tensor"]) if size <= max(8, asked.expert_tensor)]
     contexts = sorted({asked.context, *(2**i for i in range(LARGEST_CONTEXT.bit_length()))})
-    pipelines = _pipelines(asked, sizes)
+    layers = sizes.num_layers
+    powers = {2**i for i in range(layers.bit_length())}
+    pipelines = sorted(size for size in {asked.pipeline, *powers, *_divisors(layers)} if size <= layers)
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         dense = tensor * pipeline * context
         if (world_size is not None and world_size % dense) or (world_size is None and dense > 2 * asked.world_size):
             continue
-        interleaves = pipeline > 1 and sizes.num_layers % pipeline == 0
-        chunks = _divisors(sizes.num_layers // pipeline) if interleaves else [1]
+        interleaves = pipeline > 1 and layers % pipeline == 0
+        chunks = _divisors(layers // pipeline) if interleaves else [1]
         for expert, expert_tensor in itertools.product(experts, expert_tensors):
             if world_size is not None:
                 datas = {world_size // dense}
@@ -255,13 +253,6 @@ def _valid_dims(
                 # The sizes above divide the model; what is left are the rules between them and the load.
                 if not layout_problems(dims, None, load):
                     yield dims
-
-
-def _pipelines(asked: ParallelDims, sizes: ModelDescription) -> list[int]:
-    """Returns the pipeline sizes to propose: divisors of the layers, powers of two, and the size asked for."""
-    layers = sizes.num_layers
-    powers = {2**i for i in range(layers.bit_length())}
-    return sorted(size for size in {asked.pipeline, *powers, *_divisors(layers)} if size <= layers)
 
 
 def _divisors(number: int) -> list[int]:

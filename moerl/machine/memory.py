@@ -104,21 +104,18 @@ def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage
     replicas = (dims.data * dims.context, dims.expert_data) if needs.distributed_optimizer else (1, 1)
     dense, expert = -(-(everything - experts) // replicas[0]), -(-experts // replicas[1])
     offloaded = math.ceil(needs.offload * (dense + expert))
+    # The embedding or head may be one tensor of all dense parameters of a rank.
+    piece = max(PIECE_ELEMENTS, min(dense, max(parameters["embedding"], parameters["head"])))
     purposes = {
         "weights": everything * needs.element_bytes,
         "gradients": everything * FP32,
         "optimizer state": state * (dense + expert - offloaded),
-        "pieces of optimizer state": PIECES * state * min(offloaded, _piece_elements(parameters, dense)),
+        "pieces of optimizer state": PIECES * state * min(offloaded, piece),
         "reference weights": everything * needs.element_bytes if needs.reference else 0,
         "activations": _activation_bytes(sizes, dims, needs, stage),
         "scoring": _scoring_bytes(sizes, dims, needs, stage),
     }
     return RankMemory(stage, parameters, purposes, state * offloaded)
-
-
-def _piece_elements(parameters: dict[str, int], dense: int) -> int:
-    """Returns the parameters of a piece: the embedding or head may be one tensor of all `dense` ones of a rank."""
-    return max(PIECE_ELEMENTS, min(dense, max(parameters["embedding"], parameters["head"])))
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ def total_parameters(sizes: ModelDescription) -> int:
 
 def rank_parameters(sizes: ModelDescription, dims: ParallelDims, stage: int) -> dict[str, int]:
     """Counts the parameters of a rank of pipeline stage `stage`, by component."""
-    h, layers = sizes.hidden_size, _stage_layers(sizes, dims, stage)
+    h, layers = sizes.hidden_size, dims.layers_of_stage(sizes.num_layers, stage)
     num_moe = len(set(layers) & set(sizes.moe_layers))
     expert = 3 * h * sizes.moe_intermediate_size // dims.expert_tensor
     vocabulary = h * math.ceil(sizes.vocab_size / dims.tensor)
@@ -148,10 +145,6 @@ def rank_parameters(sizes: ModelDescription, dims: ParallelDims, stage: int) -> 
         "shared experts": num_moe * 3 * h * sizes.shared_size // dims.tensor,
         "head": vocabulary if has_head else 0,
     }
-
-
-def _stage_layers(sizes: ModelDescription, dims: ParallelDims, stage: int) -> list[int]:
-    return dims.layers_of_stage(sizes.num_layers, stage)
 
 
 def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
@@ -178,7 +171,7 @@ def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
 def _activation_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """Returns the bytes that a stage keeps between forward and backward, and those of the one block that it works out
     again at a time."""
-    layers, moe = _stage_layers(sizes, dims, stage), set(sizes.moe_layers)
+    layers, moe = dims.layers_of_stage(sizes.num_layers, stage), set(sizes.moe_layers)
     kept = sum(_kept_by_layer(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
     again = 0
     if needs.recompute == "selective" and moe & set(layers):

@@ -20,6 +20,9 @@ from moerl.processes.spared import STOP_SIGNALS
 STOPPED = 75
 """Exit status of a run that a signal stopped and that can go on: EX_TEMPFAIL, which schedulers requeue."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 TOGETHER_SECONDS = 1.0
 """Longest time between Ctrl-C and another signal that count as one request, by the other signal."""
 

@@ -1,7 +1,7 @@
 """The registry of metrics: every name a run may report, with its unit and its meaning.
 
-Sinks refuse a name that is not here. ``python -m moerl.telemetry.metrics > docs/metrics.md`` writes the reference
-page. Any process.
+Sinks refuse a name that is not here. ``python -m moerl.telemetry.metrics`` prints the table of docs/metrics.md. Any
+process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moerl.telemetry.metrics_texts import HEAD, MISMATCH, TRACKERS, TURNS
+from moerl.telemetry.metrics_texts import MISMATCH, TURNS
 
 STAGES = ("sft", "rl", "evaluation")
 """Stages of a run, as in the `stage` of a row. Evaluations carry the number of RL steps done before them."""
@@ -183,13 +183,13 @@ _ALL = (
     _timed("groups/waiting", "group", "finished groups left in the queue when a batch was taken"),
     _timed("staleness/age_max", "version", "versions between the oldest token and the trained weights, largest"),
     _timed("staleness/age_mean", "version", "the same, mean over trajectories of their oldest token"),
-    Metric("staleness/versions_max", "version", "versions that sampled one trajectory, largest", False),
-    Metric("staleness/versions_mean", "version", "the same, mean over trajectories", False),
+    _timed("staleness/versions_max", "version", "versions that sampled one trajectory, largest"),
+    _timed("staleness/versions_mean", "version", "the same, mean over trajectories"),
     *(
-        Metric(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions", False)
+        _timed(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions")
         for name in AGES
     ),
-    Metric("tokens/left_out", "token", "sampled since the batch before in groups that are not trained", False),
+    _timed("tokens/left_out", "token", "sampled since the batch before in groups that are not trained"),
     _timed("waiting/engine_for_slots", "1", "share of the time since the batch before in which no group was sampled"),
     _timed("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`"),
     _timed("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`"),
@@ -248,21 +248,18 @@ _ALL = (
     ),
 )
 
-_NAMED_REWARD = Metric(
-    "reward/<name>/mean", "reward", "mean of a named reward of the task's own, over the responses that have it"
-)
-
-_AGENT_REWARD = Metric(
-    "reward/agent/<id>/mean",
-    "reward",
-    "mean reward of the sessions of an agent, by its agent id; of the eight with most sessions, if agents have ids",
-)
-
-_FAILED_REWARD = Metric(
-    "reward/<name>/failed", "1", "responses since the last step that a named reward failed on; none = it failed on none"
-)
-
-_SCORES = (
+_NAMED = (
+    Metric("reward/<name>/mean", "reward", "mean of a named reward of the task's own, over the responses that have it"),
+    Metric(
+        "reward/agent/<id>/mean",
+        "reward",
+        "mean reward of the sessions of an agent, by its agent id; of the eight with most sessions, if agents have ids",
+    ),
+    Metric(
+        "reward/<name>/failed",
+        "1",
+        "responses since the last step that a named reward failed on; none = it failed on none",
+    ),
     Metric("score/<name>/mean", "1", "mean of the numbers of a scorer over the batch's sampled tokens"),
     Metric(
         "score/<name>/policy_gap",
@@ -271,6 +268,7 @@ _SCORES = (
         " temperature an estimate of the KL of the policy to it",
     ),
 )
+"""Metrics with the name of a reward, an agent or a scorer in theirs."""
 
 NUM_TURNS = 8
 """Turns of a session that have metrics of their own: the first ones."""
@@ -366,16 +364,16 @@ def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def reference_page() -> str:
-    """Returns docs/metrics.md as text; the figures of a mismatch table are listed once, for every scorer."""
+def reference_table() -> str:
+    """Returns the table of docs/metrics.md; the figures of a mismatch table are listed once, for every scorer."""
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
-    rows = []
-    for metric in [*singles, _NAMED_REWARD, _AGENT_REWARD, _FAILED_REWARD, *_SCORES, *_of_turn("<n>"), *tables]:
+    rows = ["| name | unit | meaning | same again |", "|---|---|---|---|"]
+    for metric in [*singles, *_NAMED, *_of_turn("<n>"), *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
-    return "\n".join([HEAD, *rows, "", TRACKERS])
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    print(reference_page(), end="")
+    print(reference_table())

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -33,30 +33,21 @@ PARTS = {
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    """A metric with a short label and the format of its value."""
-
-    metric: str
-    label: str
-    format: str
-
-
 _THROUGHPUT = "throughput/tokens_per_second"
 _FIGURES = (
-    _Figure("sft/loss", "loss", "{:.3f}"),
-    _Figure("reward/mean", "reward", "{:.3f}"),
-    _Figure("accuracy/mean", "accuracy", "{:.3f}"),
-    _Figure("response/length_mean", "length", "{:.0f}"),
-    _Figure("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
-    _Figure(_THROUGHPUT, "tokens/s", "{:,.0f}"),
+    ("sft/loss", "loss", "{:.3f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("accuracy/mean", "accuracy", "{:.3f}"),
+    ("response/length_mean", "length", "{:.0f}"),
+    ("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
+    (_THROUGHPUT, "tokens/s", "{:,.0f}"),
 )
+"""Metrics with a short label and the format of the value."""
 
 
 def figures_text(metrics: Mapping[str, float]) -> str:
     """Returns the figures worth watching, in a fixed order; those without a value are left out."""
-    shown = [f for f in _FIGURES if f.metric in metrics]
-    return "  ".join(f"{f.label} {f.format.format(metrics[f.metric])}" for f in shown)
+    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in _FIGURES if name in metrics)
 
 
 def duration_text(seconds: float) -> str:
@@ -110,36 +101,44 @@ class ProgressPart:
         return "  ".join([*words, f"{duration_text(seconds)} so far{left}"])
 
 
-class ProgressDisplay(Protocol):
+class ProgressDisplay(ABC):
     """Display of how far a run is. Use it as a context manager; call `begin_stage` before `update`."""
 
-    def __enter__(self) -> ProgressDisplay: ...
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pace = Pace(0, 0, 0.0)
+        self._part: ProgressPart | None = None
 
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
     def __exit__(self, *exc: object) -> None: ...
 
+    @abstractmethod
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
         """Shows that a stage (sft or rl) starts, or goes on, after `done` of `total` steps."""
-        ...
 
+    @abstractmethod
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that `step` steps of the stage are done; `metrics` are those of the last one. Called for each step."""
-        ...
 
     def begin_part(self, title: str) -> None:
         """Shows that a part of the step, or of the start, begins now."""
-        ...
+        self._part = ProgressPart(title, self._clock())
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
         """Shows how much of the part is done. tokens: number of tokens sampled in it."""
-        ...
+        if self._part is not None:
+            self._part.within(done, total, tokens)
 
+    @abstractmethod
     def note(self, text: str) -> None:
         """Shows a line that stays: an evaluation, a checkpoint, a warning."""
-        ...
 
     def end(self) -> None:
         """Ends the display of steps: later notes are the last lines on the screen."""
-        ...
+        self._part = None
 
 
 def make_progress(console: Console | None = None) -> ProgressDisplay:
@@ -148,7 +147,7 @@ def make_progress(console: Console | None = None) -> ProgressDisplay:
     return LiveProgress(console) if console.is_terminal else HeartbeatProgress(console)
 
 
-class HeartbeatProgress:
+class HeartbeatProgress(ProgressDisplay):
     """Display of one line at the first and last step of a stage and at most every `heartbeat_seconds` between them.
 
     If no line came for `part_seconds`, `beat` prints the part of the step that is under way; inside of the context a
@@ -162,17 +161,16 @@ class HeartbeatProgress:
         part_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._every, self._clock = console, heartbeat_seconds, clock
+        super().__init__(clock)
+        self._console, self._every = console, heartbeat_seconds
         self._part_every = PART_SECONDS if part_seconds is None else part_seconds
         self._stage, self._step, self._total = "", 0, 0
-        self._pace = Pace(0, 0, 0.0)
         self._last: float | None = None
         self._last_line = clock()
-        self._part: ProgressPart | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_ended, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> HeartbeatProgress:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -207,20 +205,10 @@ class HeartbeatProgress:
         eta = "" if left is None else f"  ETA {duration_text(left)}"
         self.note(f"{self._stage} {step}/{self._total}  {figures_text(metrics)}{eta}")
 
-    def begin_part(self, title: str) -> None:
-        self._part = ProgressPart(title, self._clock())
-
-    def within(self, done: int, total: int, tokens: int = 0) -> None:
-        if self._part is not None:
-            self._part.within(done, total, tokens)
-
     def note(self, text: str) -> None:
         self._last_line = self._clock()
         # A line is for logs: no wrapping at a width, no markup.
         self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
-
-    def end(self) -> None:
-        self._part = None
 
 
 class _Bars(Progress):
@@ -237,11 +225,11 @@ class _Bars(Progress):
                 yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
-class LiveProgress:
+class LiveProgress(ProgressDisplay):
     """Display of one bar per stage, with figures of the last step and the present part below; notes scroll by above."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._bars = _Bars(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -250,15 +238,13 @@ class LiveProgress:
             console=console,
         )
         self._task: TaskID | None = None
-        self._pace = Pace(0, 0, 0.0)
-        self._part: ProgressPart | None = None
         self._bars.part = self._part_text
 
     def _part_text(self) -> str:
         part = self._part
         return "" if part is None else part.text(self._clock())
 
-    def __enter__(self) -> LiveProgress:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
@@ -277,16 +263,9 @@ class LiveProgress:
         self._bars.below = figures_text(self._pace.with_mean(metrics))
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
-    def begin_part(self, title: str) -> None:
-        self._part = ProgressPart(title, self._clock())
-
-    def within(self, done: int, total: int, tokens: int = 0) -> None:
-        if self._part is not None:
-            self._part.within(done, total, tokens)
-
     def note(self, text: str) -> None:
         self._bars.console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
-        self._part = None
+        super().end()
         self._bars.stop()

@@ -7,6 +7,7 @@ between. Going on from a checkpoint first drops every row after it, so that a fi
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,16 +36,6 @@ class MetricSink(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def is_kept(row_stage: str, row_step: int, stage: str, step: int) -> bool:
-    """Returns True for a row that is not later than `step` of `stage` (sft or rl).
-
-    An evaluation with step n belongs to the rl steps up to n, those at n included: evaluate before you save.
-    """
-    if stage == "sft":
-        return row_stage == "sft" and row_step <= step
-    return row_stage == "sft" or row_step <= step
 
 
 class JsonlSink:
@@ -89,13 +80,11 @@ class JsonlSink:
         self.close()
         if not self._path.exists():
             return
-        last_evaluation = step if evaluated else step - 1
-        kept = [
-            row
-            for row in read_rows(self._path)
-            if is_kept(row["stage"], row["step"], stage, last_evaluation if row["stage"] == "evaluation" else step)
-        ]
-        self._rewrite(kept)
+        # An evaluation with step n belongs to the rl steps up to n, those at n included: evaluate before you save.
+        last = {"sft": math.inf, "rl": step, "evaluation": step if evaluated else step - 1}
+        if stage == "sft":
+            last = {"sft": step, "rl": -math.inf, "evaluation": -math.inf}
+        self._rewrite([row for row in read_rows(self._path) if row["step"] <= last[row["stage"]]])
 
     def close(self) -> None:
         file, self._file = self._file, None

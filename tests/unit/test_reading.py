@@ -209,7 +209,7 @@ def _open_dump(path: Path) -> object:
 
 def _read_status(path: Path) -> object:
     (path.parent / "config.yaml").touch()
-    return run_status(path.parent, lambda folder: [])
+    return run_status(path.parent)
 
 
 def _read_rows(path: Path) -> object:

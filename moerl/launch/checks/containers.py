@@ -49,34 +49,29 @@ def look_at_container(facts: Facts) -> str | Note:
             expected="the plugin pyxis, on the machine that submits the job and on its nodes",
             remedy="set runtime to enroot or apptainer, or ask whoever runs this cluster for pyxis",
         )
-    notes: list[Note] = []
+    notes = [*_notes(facts, pyxis)]
+    return all_of(notes) if notes else f"{facts.container} shows what is read"
+
+
+def _notes(facts: Facts, pyxis: bool | str) -> Iterator[Note]:
+    """Yields what cannot be known of the container from here. pyxis: as `has_pyxis` answers."""
     if isinstance(pyxis, str):
-        notes.append(
-            Note(
-                f"cannot be asked for pyxis: {pyxis}",
-                f"`srun --help` with {PYXIS_OPTION}",
-                "run this on a machine of SLURM",
-            )
-        )
+        said = f"cannot be asked for pyxis: {pyxis}"
+        yield Note(said, f"`srun --help` with {PYXIS_OPTION}", "run this on a machine of SLURM")
     hidden = [str(path) for path in _read(facts) if not any(path.is_relative_to(each) for each in facts.shown)]
     if hidden:
-        notes.append(
-            Note(
-                f"no mount of {facts.container} shows {', '.join(hidden)}",
-                "what the run reads, and the hub's cache, inside of the container, at the same place",
-                "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if"
-                " settings of the cluster mount them",
-            )
+        yield Note(
+            f"no mount of {facts.container} shows {', '.join(hidden)}",
+            "what the run reads, and the hub's cache, inside of the container, at the same place",
+            "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if"
+            " settings of the cluster mount them",
         )
     if facts.image is not None and not facts.image.exists():
-        notes.append(
-            Note(
-                f"{facts.image}: cannot be seen from here",
-                "the image, at the same place on the nodes",
-                "nothing, if the nodes have it; otherwise correct container.image of the site file",
-            )
+        yield Note(
+            f"{facts.image}: cannot be seen from here",
+            "the image, at the same place on the nodes",
+            "nothing, if the nodes have it; otherwise correct container.image of the site file",
         )
-    return all_of(notes) if notes else f"{facts.container} shows what is read"
 
 
 def _read(facts: Facts, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:

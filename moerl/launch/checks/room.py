@@ -51,7 +51,15 @@ def look_at_devices(facts: Facts) -> str | Note:
         config.trainer.check_for_gpus()
         return f"{gpus} GPUs for {text}"
     if config.launch.on == "ray" and facts.door == "dry run" and facts.num_cores is not None:
-        _check_cores_of_cluster(cluster_cpus(RankConfig.of(config)), facts.num_cores)
+        asked = cluster_cpus(RankConfig.of(config))
+        # Actors would wait for ever: a cluster of Ray gives each core to one of them.
+        if asked > facts.num_cores:
+            raise ConfigError(
+                "launch.on=ray: ranks and engines ask for more cores than the job's nodes give Ray",
+                seen=f"{facts.num_cores} cores (cpus_per_node of the site file, times nodes)",
+                expected=f"at least {asked} cores",
+                remedy="raise cpus_per_node, take more nodes, or lower num_threads, parallel or rollout.servers",
+            )
     notes: list[Note] = []
     if facts.num_cores is not None and needed > facts.num_cores:
         few = f"{facts.num_cores} cores for {text}"
@@ -61,17 +69,6 @@ def look_at_devices(facts: Facts) -> str | Note:
         remedy = "set gpus_per_node in the site file (--site), as examples/slurm_one_node shows"
         notes.append(Note(large, "GPUs", remedy))
     return all_of(notes) if notes else f"{text}, on CPUs"
-
-
-def _check_cores_of_cluster(asked: int, num_cores: int) -> None:
-    """Raises `ConfigError` if actors would wait for cores for ever: a cluster of Ray gives each core to one of them."""
-    if asked > num_cores:
-        raise ConfigError(
-            "launch.on=ray: ranks and engines ask for more cores than the job's nodes give Ray",
-            seen=f"{num_cores} cores (cpus_per_node of the site file, times nodes)",
-            expected=f"at least {asked} cores",
-            remedy="raise cpus_per_node, take more nodes, or lower num_threads, parallel or rollout.servers",
-        )
 
 
 def look_at_nodes(facts: Facts) -> str | Note:

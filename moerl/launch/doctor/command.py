@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, positive, short_help
+from moerl.launch.arguments import Parser, positive
 from moerl.launch.checks import packages
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.gpus import Gpu, query_gpus, visible_gpus
@@ -24,17 +23,15 @@ from moerl.launch.doctor import accelerators, machine, servers, shared
 from moerl.launch.doctor.show import show
 from moerl.launch.sglang import ENVIRONMENT
 
-USAGE = "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]"
 _LARGEST_PORT = 65535
 
 
 def doctor(arguments: list[str]) -> int:
     """Runs the command. Returns exit status 1 if a look is red, else 0. Raises `ConfigError` if the command line is
     wrong."""
-    if {"-h", "--help"} & set(arguments):
-        print(short_help(USAGE, DOCTOR, parser()))
+    options = parser().read(arguments, "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]", DOCTOR)
+    if options is None:
         return 0
-    options = parser().parse_intermixed_args(arguments)
     _check_options(options)
     run = Facts("doctor", load_plan(options.overrides, config_dir=options.config_dir)) if options.overrides else None
     gpus = query_gpus()
@@ -47,10 +44,8 @@ def doctor(arguments: list[str]) -> int:
 
 def parser() -> Parser:
     """Makes the parser of the command."""
-    made = Parser(prog="moerl doctor", add_help=False)
-    made.takes_keys = True
+    made = Parser("doctor", takes_keys=True)
     add = made.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     add("--runs", type=Path, metavar="DIR", help="folder where runs are written; of the run's run_dir, or runs")
     add("--env", type=Path, metavar="DIR", help=f"an SGLang environment; {ENVIRONMENT} if no run has one")
@@ -60,8 +55,6 @@ def parser() -> Parser:
     add("--within", type=positive, default=60.0, metavar="S", help="with --shared: longest wait in seconds, 60")
     add("--node", metavar="NAME", help="with --shared: name of this node, its host name by default")
     add("--json", action="store_true", help="print one JSON document")
-    add("--traceback", action="store_true", help="show where an error was raised")
-    add("-h", "--help", action="store_true", help="show this text")
     return made
 
 
@@ -114,13 +107,15 @@ def _uses_others(run: Facts) -> bool:
     return isinstance(run.config.rollout, ServerRolloutConfig) or run.config.launch.address is not None
 
 
-def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:
+def _shared(options: argparse.Namespace) -> list[Check]:
     host = socket.gethostname()
-    node = shared.node_name(host, options.node, environment.get("SLURM_PROCID"))
+    node = shared.node_name(host, options.node, os.environ.get("SLURM_PROCID"))
     try:
         done = shared.exchange(options.shared, node, host, nodes=options.nodes, seconds=options.within)
     except OSError as error:
-        return [shared.unwritable(options.shared, error)]
+        remedy = "make the folder, mount it on this node, or give one that this user may write to"
+        seen = f"{options.shared}: {error.strerror or error}"
+        return [Check(shared.AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)]
     return shared.shared_checks(done)
 
 

@@ -230,10 +230,3 @@ def _remove_forgotten(place: Path, own_time: float) -> None:
 def node_name(host: str, named: str | None, task: str | None) -> str:
     """Returns the name of this node: as given, else its host, followed by the number of the launcher's task, if any."""
     return named or (f"{host}-{task}" if task else host)
-
-
-def unwritable(folder: Path, error: OSError) -> Check:
-    """Returns the check of a folder that could not be read or written."""
-    remedy = "make the folder, mount it on this node, or give one that this user may write to"
-    seen = f"{folder}: {error.strerror or error}"
-    return Check(AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)

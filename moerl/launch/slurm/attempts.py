@@ -25,7 +25,7 @@ from typing import Any
 
 from moerl.contract.files import append_line
 from moerl.errors import MoerlError, told
-from moerl.machine.stop_signals import STOPPED
+from moerl.machine.stop_signals import INTERRUPTED, STOPPED
 from moerl.reading import read_text
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
@@ -33,7 +33,7 @@ FOLDER = "slurm"
 """Folder in a run directory: the script, logs, and the list of attempts."""
 ATTEMPTS_FILE = "attempts.jsonl"
 MAX_REQUEUES = 3
-_FINAL = (2, 130)
+_FINAL = (2, INTERRUPTED)
 """A wrong command line or configuration, and Ctrl-C: another attempt would not help, or is not wanted."""
 
 
@@ -182,14 +182,10 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.
     except (MoerlError, OSError) as error:
         print(f"error: {told(error)}", file=sys.stderr)
         return 1
-    print(_outcome(job, options.status, code), file=sys.stderr)
+    ended = f"attempt {job.attempts()[-1]['attempt']} ended with status {options.status}"
+    follows = {0: "the run is finished", STOPPED: "requeue"}.get(code, "the job ends")
+    print(f"{ended}, newest checkpoint {job.newest() or 'none'}: {follows}", file=sys.stderr)
     return code
-
-
-def _outcome(job: Job, status: int, code: int) -> str:
-    attempt = int(job.attempts()[-1]["attempt"])
-    told = {0: "the run is finished", STOPPED: "requeue"}.get(code, "the job ends")
-    return f"attempt {attempt} ended with status {status}, newest checkpoint {job.newest() or 'none'}: {told}"
 
 
 if __name__ == "__main__":

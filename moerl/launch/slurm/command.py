@@ -19,7 +19,7 @@ from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import LaunchConfig
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser, short_help
+from moerl.launch.arguments import Parser
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.listed import refuse
 from moerl.launch.plan import plan_memory
@@ -42,36 +42,26 @@ USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE
 
 def run(arguments: list[str]) -> int:
     """Runs the command, or prints its help; returns the exit status."""
-    made = parser()
-    if {"-h", "--help"} & set(arguments):
-        print(short_help(USAGE, LAUNCH_SLURM, made))
+    options = parser().read(arguments, USAGE, LAUNCH_SLURM)
+    if options is None:
         return 0
-    options = made.parse_intermixed_args(arguments)
     return launch_sweep(options) if options.multirun else launch_slurm(options)
 
 
 def parser() -> Parser:
-    made = Parser(prog="moerl launch slurm", add_help=False)
-    made.takes_keys = True
+    """Makes the parser of the command."""
+    made = Parser("launch slurm", takes_keys=True)
     add = made.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE")
     add("-m", "--multirun", action="store_true", help="a sweep: a job for each value of key=a,b")
     add("--time", metavar="LIMIT", help="time limit of one attempt, as SLURM writes it: 4:00:00")
     add("--nodes", type=int, default=1, metavar="N", help="machines, 1")
     add("--site", type=Path, metavar="FILE", help="YAML file with what this site's SLURM asks for")
     add("--name", metavar="NAME", help="of the job; that of the run directory if not said")
     add("--signal-seconds", type=int, default=300, metavar="S", help="before the limit, when the run must stop, 300")
-    add(
-        "--max-requeues",
-        type=int,
-        default=MAX_REQUEUES,
-        metavar="N",
-        help=f"in a row without a new checkpoint, {MAX_REQUEUES}",
-    )
+    requeues = f"in a row without a new checkpoint, {MAX_REQUEUES}"
+    add("--max-requeues", type=int, default=MAX_REQUEUES, metavar="N", help=requeues)
     add("--dry-run", action="store_true", help="show script, configuration, nodes and plans; submit nothing")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
-    add("--traceback", action="store_true", help="show where an error was raised")
-    add("-h", "--help", action="store_true", help="show this text")
     return made
 
 
@@ -83,7 +73,14 @@ def launch_slurm(options: argparse.Namespace) -> int:
         MoerlError: SLURM did not answer.
     """
     site = load_site(options.site)
-    _refuse_resume(options.overrides)
+    given = [text for text in options.overrides if text.startswith("resume=")]
+    if given:
+        raise ConfigError(
+            "resume: a job goes on by itself with the run in its run directory",
+            seen=given[0],
+            expected="run_dir=DIR",
+            remedy="give the run's directory as run_dir=DIR, with the recipe and keys that it was started with",
+        )
     facts, job, script, notes = _prepare(options, site, options.overrides)
     for note in notes:
         print(f"note: {note}")
@@ -176,17 +173,6 @@ def _prepare(
     # Nothing large is fetched for a look.
     facts = facts_of_job(config, job, site, written, fetches=not options.dry_run)
     return facts, job, render(job, site, keys), [*config_notes(config), *refuse(facts)]
-
-
-def _refuse_resume(overrides: Sequence[str]) -> None:
-    given = [text for text in overrides if text.startswith("resume=")]
-    if given:
-        raise ConfigError(
-            "resume: a job goes on by itself with the run in its run directory",
-            seen=given[0],
-            expected="run_dir=DIR",
-            remedy="give the run's directory as run_dir=DIR, with the recipe and keys that it was started with",
-        )
 
 
 def _job(options: argparse.Namespace, run_dir: Path) -> JobSettings:

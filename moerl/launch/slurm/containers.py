@@ -89,8 +89,10 @@ def container_start(container: Container | None, variables: Sequence[str], folde
         inside = (*words, f"--container-image={container.image}", *shown, *container.arguments)
         return CommandPrefixes(inside, f'{array} --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" ', step=array)
     # enroot starts in the home of the image, apptainer in another folder if this one is not mounted.
-    shown = (*_mount_options(container, mounts), *container.arguments, container.image)
-    return CommandPrefixes((*words, *shown, "env", f"--chdir={folders[0]}"), f"{array} ", in_step=f"{array} ")
+    option = "--bind" if container.runtime == "apptainer" else "--mount"
+    options = [word for mount in mounts for word in (option, mount)]
+    inside = (*words, *options, *container.arguments, container.image, "env", f"--chdir={folders[0]}")
+    return CommandPrefixes(inside, f"{array} ", in_step=f"{array} ")
 
 
 def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, ...]:
@@ -101,11 +103,6 @@ def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, 
     """
     home = (Path.home(),) if container.runtime == "apptainer" else ()
     return (*map(_target, _mounts(container, folders)), *home)
-
-
-def _mount_options(container: Container, mounts: Sequence[str]) -> list[str]:
-    option = "--bind" if container.runtime == "apptainer" else "--mount"
-    return [word for mount in mounts for word in (option, mount)]
 
 
 def _mounts(container: Container, folders: Sequence[Path]) -> list[str]:

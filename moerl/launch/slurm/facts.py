@@ -50,7 +50,8 @@ def facts_of_job(config: RunConfig, job: JobSettings, site: Site, written: str, 
         fetches=fetches,
         container="" if site.container is None else f"the container {site.container.image}",
         runtime="" if site.container is None else site.container.runtime,
-        image=None if site.container is None else _image_file(site.container.image),
+        # An image of a registry has no place.
+        image=Path(site.container.image) if site.container and site.container.image.startswith("/") else None,
         shown=() if site.container is None else shown_folders(site.container, folders_of_job(job)),
         python="" if site.python in (None, sys.executable) else f"{site.python} on the node",
         as_written=written,
@@ -59,11 +60,6 @@ def facts_of_job(config: RunConfig, job: JobSettings, site: Site, written: str, 
         disk_bytes=room_for_checkpoints(job.run_dir),
         disk_rate=rate,
     )
-
-
-def _image_file(image: str) -> Path | None:
-    """Returns the place of an image that is a file or folder; None for one of a registry."""
-    return Path(image) if image.startswith("/") else None
 
 
 def machine_of_job(job: JobSettings, site: Site) -> Machine:

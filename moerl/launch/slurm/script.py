@@ -130,14 +130,13 @@ def folders_of_job(job: JobSettings) -> list[Path]:
 
 def render_report(sweep_dir: Path, site: Site) -> str:
     """Returns the script of the job that runs after those of a sweep: it notes how they ended, and writes the page."""
-    asked = {"partition": site.partition, "account": site.account, "qos": site.qos}
     options = [
         f"--job-name=report-{sweep_dir.name}",
         "--nodes=1",
         "--ntasks=1",
         "--time=10",
         f"--output={sweep_dir}/report-%j.log",
-        *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+        *_asked(site),
         *_more_options(site),
     ]
     return _render("sweep_report.sbatch.j2", site, [Path.cwd(), sweep_dir], options=options, sweep_dir=sweep_dir)
@@ -170,14 +169,6 @@ def _quote(value: object) -> str:
 def _options(job: JobSettings, site: Site) -> list[str]:
     """Returns the options of #SBATCH lines."""
     gres = site.gres or (f"gpu:{site.gpus_per_node}" if site.gpus_per_node else None)
-    asked = {
-        "partition": site.partition,
-        "account": site.account,
-        "qos": site.qos,
-        "gres": gres,
-        "cpus-per-task": site.cpus_per_node,
-        "mem": site.memory,
-    }
     return [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -189,10 +180,16 @@ def _options(job: JobSettings, site: Site) -> list[str]:
         "--open-mode=append",
         f"--chdir={job.working_dir}",
         f"--output={job.output}",
-        *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+        *_asked(site, gres=gres, cpus_per_task=site.cpus_per_node, mem=site.memory),
         *(["--exclusive"] if site.cpus_per_node is None else []),
         *_more_options(site),
     ]
+
+
+def _asked(site: Site, **more: object) -> list[str]:
+    """Returns those options of a site, and of `more`, that have a value."""
+    asked = {"partition": site.partition, "account": site.account, "qos": site.qos, **more}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value is not None]
 
 
 def _more_options(site: Site) -> list[str]:

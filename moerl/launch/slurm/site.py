@@ -15,19 +15,8 @@ from moerl.reading import read_text
 from moerl.sections import Count, CountOrZero, Positive, Section
 
 OURS = (
-    *(
-        "job-name",
-        "nodes",
-        "ntasks-per-node",
-        "time",
-        "signal",
-        "requeue",
-        "no-requeue",
-        "open-mode",
-        "output",
-        "chdir",
-    ),
-    *("partition", "account", "qos", "gres", "cpus-per-task", "mem", "exclusive", "array", "wrap", "parsable"),
+    *("job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "open-mode", "output", "mem"),
+    *("chdir", "partition", "account", "qos", "gres", "cpus-per-task", "exclusive", "array", "wrap", "parsable"),
 )
 """Options of sbatch that a script sets itself."""
 
@@ -38,16 +27,15 @@ def _one_line(text: str) -> str:
     return text
 
 
-def _word(text: str) -> str:
-    if not re.fullmatch(r"[\w.,:/+=@%^~-]+", text):
-        raise ValueError("a word of letters, digits and any of _ . , : / + = @ % ^ ~ -")
-    return text
+def _matching(pattern: str, expected: str, flags: re.RegexFlag = re.NOFLAG) -> AfterValidator:
+    """Makes the rule that the whole text has a pattern. expected: the pattern, for people."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, flags):
+            raise ValueError(expected)
+        return text
 
-def _variable(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError("the name of an environment variable")
-    return name
+    return AfterValidator(check)
 
 
 def _option(line: str) -> str:
@@ -62,8 +50,8 @@ def _option(line: str) -> str:
 
 
 Line = Annotated[str, AfterValidator(_one_line)]
-Word = Annotated[str, AfterValidator(_word)]
-Variable = Annotated[str, AfterValidator(_variable)]
+Word = Annotated[str, _matching(r"[\w.,:/+=@%^~-]+", "a word of letters, digits and any of _ . , : / + = @ % ^ ~ -")]
+Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable", re.ASCII)]
 Option = Annotated[str, AfterValidator(_option)]
 
 

@@ -17,19 +17,10 @@ from moerl.config.load import load_config
 from moerl.errors import ConfigError
 from moerl.launch.run_lock import run_lock
 from moerl.launch.sweeps.hosts import LocalHost
-from moerl.launch.sweeps.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    new_manifest,
-    read_manifest,
-    refuse_changes,
-)
+from moerl.launch.sweeps.manifest import MANIFEST_FILE, Manifest, new_manifest, read_manifest, refuse_changes
 from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of
 from moerl.machine.stop_signals import stop_signals
 from moerl.printable import printable
-
-_OF_SWEEPS = ("sweep.dir", "sweep.jobs")
-_SET_BY_SWEEPS = ("run_dir", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +71,11 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
     given, rest = dict[str, str](), list[str]()
     for text in overrides:
         key, _, value = text.partition("=")
-        if key in _SET_BY_SWEEPS:
+        if key in ("run_dir", "resume"):
             remedy = "give sweep.dir=DIR: runs get directories in it" if key == "run_dir" else "give sweep.dir=DIR"
             raise ConfigError(f"{key}: set by the sweep for each run", seen=text, expected="no such key", remedy=remedy)
         if key.startswith("sweep."):
-            if key not in _OF_SWEEPS or key in given or not value:
+            if key not in ("sweep.dir", "sweep.jobs") or key in given or not value:
                 raise ConfigError(
                     f"{key}: no key of sweeps, given twice or empty", seen=text, expected="sweep.dir=DIR, sweep.jobs=N"
                 )
@@ -102,7 +93,8 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
 def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
     """Returns the sweep of a command line, and its directory. If the directory has a sweep already, it is that one.
     Raises `ConfigError` if the two differ, or if nothing is swept."""
-    folder = (options.folder or _default_folder()).resolve()
+    now = datetime.datetime.now(datetime.UTC)
+    folder = (options.folder or Path(f"runs/sweep-{now:%Y%m%d-%H%M%S}")).resolve()
     if not options.overrides and options.folder is not None:
         return read_manifest(folder), folder
     swept = expand_sweep(options.overrides)
@@ -119,11 +111,6 @@ def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest
         refuse_changes(before, manifest, folder)
         return before, folder
     return manifest, folder
-
-
-def _default_folder() -> Path:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return Path(f"runs/sweep-{now}")
 
 
 def check_runs(manifest: Manifest, *, looks_at_packages: bool = True) -> None:

@@ -35,16 +35,6 @@ class SweepJob:
     """File for what the run prints, behind what is there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A run that has ended."""
-
-    name: str
-    """Name of its `SweepJob`."""
-    status: int
-    """Exit status of its process; negative: the signal that killed it."""
-
-
 class RunHost(Protocol):
     """Host of runs. The sweep calls it from one thread, and alone decides which runs it starts."""
 
@@ -57,8 +47,9 @@ class RunHost(Protocol):
         """Starts a run, or queues it to be started, and returns at once. Raises OSError if it cannot be started."""
         ...
 
-    def ended(self) -> list[Ended]:
-        """Returns the runs that ended since the last call; does not wait."""
+    def ended(self) -> dict[str, int]:
+        """Returns the exit statuses of the runs that ended since the last call, by name of the job; a negative one is
+        the signal that killed the run. Does not wait."""
         ...
 
     def stop(self, number: signal.Signals) -> None:
@@ -91,10 +82,10 @@ class LocalHost:
         # Ctrl-C comes here alone, and `stop` passes it on.
         self._processes[job.name] = start_logged(command, job.log, is_spared=False)
 
-    def ended(self) -> list[Ended]:
-        found = [Ended(name, status) for name, each in self._processes.items() if (status := each.poll()) is not None]
-        for each in found:
-            del self._processes[each.name]
+    def ended(self) -> dict[str, int]:
+        found = {name: status for name, each in self._processes.items() if (status := each.poll()) is not None}
+        for name in found:
+            del self._processes[name]
         return found
 
     def stop(self, number: signal.Signals) -> None:

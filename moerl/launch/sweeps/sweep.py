@@ -10,20 +10,16 @@ from pathlib import Path
 
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ending
-from moerl.launch.sweeps.hosts import Ended, RunHost, SweepJob
+from moerl.launch.sweeps.hosts import RunHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
-from moerl.machine.stop_signals import STOPPED, StopRequest
+from moerl.machine.stop_signals import INTERRUPTED, STOPPED, StopRequest
 from moerl.reading import open_regular
 from moerl.telemetry.terminal import excerpt
 
-LOGS = "logs"
 POLL_SECONDS = 0.1
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
 """Pattern of a line in which moerl reports an error, or of the last line of a traceback; torch prints the rank before
 it, if there are several."""
-_TOLD_TO_STOP = (STOPPED, INTERRUPTED)
 
 
 class Sweep:
@@ -79,8 +75,8 @@ class Sweep:
         write_manifest(self._manifest, self._folder)
 
     def _turn(self) -> None:
-        for ended in self._host.ended():
-            self._note(ended)
+        for name, status in self._host.ended().items():
+            self._note(self._under_way.pop(name), status)
         if self._stop.signal:
             if not self._passed_on:
                 self._passed_on = True
@@ -106,13 +102,12 @@ class Sweep:
             self._say(f"{run.name}: started, {number} of {len(self._manifest.runs)}; log: {job.log}")
         write_manifest(self._manifest, self._folder)
 
-    def _note(self, ended: Ended) -> None:
-        run = self._under_way.pop(ended.name)
-        run.state, run.status = state_after(ended.status, was_told=bool(self._stop.signal)), ended.status
+    def _note(self, run: SweepRun, status: int) -> None:
+        run.state, run.status = state_after(status, was_told=bool(self._stop.signal)), status
         because = ""
         if run.state == "failed":
             said = last_words(job_of(run, self._manifest, self._folder).log, self._log_starts[run.name])
-            because = f" with status {ended.status}: {said}"
+            because = f" with status {status}: {said}"
         self._say(f"{run.name}: {run.state}{because}")
         write_manifest(self._manifest, self._folder)
 
@@ -122,14 +117,14 @@ def state_after(status: int, *, was_told: bool) -> State:
     if status == 0:
         return "finished"
     # A run that was only starting has no handler yet, and dies of the signal.
-    return "stopped" if status in _TOLD_TO_STOP or (status < 0 and was_told) else "failed"
+    return "stopped" if status in (STOPPED, INTERRUPTED) or (status < 0 and was_told) else "failed"
 
 
 def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> SweepJob:
     """Returns the command line of one run: it starts the run, or goes on with it."""
     options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
     overrides = [*overrides_of(run, manifest, folder), "resume=auto"]
-    return SweepJob(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
+    return SweepJob(run.name, ["train", *options, *overrides], folder / "logs" / f"{run.name}.log")
 
 
 def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:

@@ -153,19 +153,19 @@ def test_operations_and_bytes_of_a_model_become_seconds(tmp_path: Path) -> None:
     write_hf_config(tmp_path, **QWEN3_30B)
     keys = ["recipe=pretrained", f"model.path='{tmp_path}'", "rollout=sglang", "rollout.tensor=2", "parallel.expert=8"]
     config = load_plan(keys)
-    costs = estimate(config, H100, 1.0, mean_tokens=4096, prompt_tokens=512)
+    costs = estimate(config, H100, Workload(4096, 512), 1.0)
     # 61 GB of weights through two memories of 3.35 TB/s at 60%.
     assert costs.decode_step == pytest.approx(61.1e9 / (2 * 3350e9 * 0.6), rel=0.01)
     # 3 x 2 x 3.0 billion active parameters a token, attention on top, on 8 devices at 30% of 989 TFLOP/s.
     dense = 3 * 2 * 3.0e9 * (4608 / 4096) / (8 * 0.3 * 989e12)
     assert dense < costs.train_token < 1.5 * dense
-    twice = estimate(config, replace(H100, tflops=2 * 989), 1.0, mean_tokens=4096, prompt_tokens=512)
+    twice = estimate(config, replace(H100, tflops=2 * 989), Workload(4096, 512), 1.0)
     assert twice.train_token == pytest.approx(costs.train_token / 2)
     assert costs.publish == 1.0
     # 2 x 3.0 billion parameters on two devices, at half of their peak; where nothing is interrupted, nothing is.
     assert costs.recompute_token == pytest.approx(2 * 3.0e9 / (2 * 0.5 * 989e12), rel=0.1)
     drained = load_plan([*keys, "weights.interrupt=drain"])
-    assert estimate(drained, H100, 1.0, mean_tokens=4096, prompt_tokens=512).recompute_token == 0.0
+    assert estimate(drained, H100, Workload(4096, 512), 1.0).recompute_token == 0.0
 
 
 def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(
@@ -235,7 +235,7 @@ def test_the_compressed_cache_of_latent_attention_is_read_as_it_is(tmp_path: Pat
     write_hf_config(tmp_path, **DEEPSEEK_V3)
     model = [f"model.path='{tmp_path}'", "rollout.max_new_tokens=8192"]
     config = load_plan(["recipe=pretrained", *model, "rollout=sglang", "rollout.tensor=8", "parallel.expert=8"])
-    rows = [estimate(config, H100, 1.0, mean_tokens=tokens, prompt_tokens=0).decode_row for tokens in (4096, 8192)]
+    rows = [estimate(config, H100, Workload(tokens, 0), 1.0).decode_row for tokens in (4096, 8192)]
     # 61 layers of 512 + 64 numbers of two bytes, on each of eight devices: 2048 more tokens through one memory.
     assert rows[1] - rows[0] == pytest.approx(2048 * 61 * 576 * 2 / (3350e9 * 0.6), rel=1e-6)
 

@@ -20,7 +20,6 @@ WITH_TORCH = {
     *("moerl.__main__", "moerl.ranks.process", "moerl.rollout.beside.process", "moerl.rollout.scoring_process"),
 }
 WITHOUT_TORCH = {
-    "moerl.launch.checks.listed",
     *("moerl.launch.slurm.attempts", "moerl.launch.slurm.sweeps", "moerl.ranks.on_ray.nodes"),
     *("moerl.processes.guard", "moerl.tasks.rewards.worker"),
     *("moerl.telemetry.metrics", "moerl.telemetry.trackers.process"),

@@ -18,7 +18,7 @@ from tiny_moe import write_model
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
-from moerl.launch.sweeps.hosts import Ended, LocalHost, SweepJob
+from moerl.launch.sweeps.hosts import LocalHost, SweepJob
 from moerl.orchestration.templates import Templates
 from moerl.processes.child import Child
 from moerl.processes.guard import HANDED_ON
@@ -277,9 +277,9 @@ def test_a_run_of_a_sweep_takes_stop_signals_itself(tmp_path: Path) -> None:
     host = LocalHost(1, ["sh", "-c", "sleep 600"])
     host.start(SweepJob("one", [], tmp_path / "log"))
     host.stop(signal.SIGTERM)
-    found = list[Ended]()
-    eventually(lambda: bool(found.extend(host.ended()) or found))
-    assert found == [Ended("one", -signal.SIGTERM)]
+    found = dict[str, int]()
+    eventually(lambda: bool(found.update(host.ended()) or found))
+    assert found == {"one": -signal.SIGTERM}
     host.close()
 
 

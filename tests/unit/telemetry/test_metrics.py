@@ -15,16 +15,16 @@ from moerl.telemetry.metrics import (
     failed_reward_metric,
     is_reward_name,
     named_reward_metric,
-    reference_page,
+    reference_table,
     table_metrics,
 )
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_reference_page_is_current():
+def test_the_reference_table_is_current():
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == reference_page(), "run: python -m moerl.telemetry.metrics > docs/metrics.md"
+    assert f"\n\n{reference_table()}\n\n" in page, "put into it: python -m moerl.telemetry.metrics"
 
 
 def test_every_metric_has_a_unit_and_one_line_of_meaning():
@@ -34,8 +34,8 @@ def test_every_metric_has_a_unit_and_one_line_of_meaning():
         assert "\n" not in metric.meaning
 
 
-def test_every_metric_is_on_the_reference_page():
-    page = reference_page()
+def test_every_metric_is_on_the_reference_table():
+    page = reference_table()
     for name in METRICS:
         parts = name.split("/")
         listed = f"mismatch/<scorer>/{parts[2]}" if len(parts) == 3 and parts[1] in SCORERS else name
@@ -62,9 +62,9 @@ def test_a_name_that_no_metric_can_have_is_refused(name: str):
         check_metrics({named_reward_metric(name): 0.5})
 
 
-def test_named_rewards_are_on_the_reference_page():
-    assert "`reward/<name>/mean`" in reference_page()
-    assert "`reward/<name>/failed`" in reference_page()
+def test_named_rewards_are_on_the_reference_table():
+    assert "`reward/<name>/mean`" in reference_table()
+    assert "`reward/<name>/failed`" in reference_table()
 
 
 def test_the_reward_of_an_agent_has_a_metric_apart_from_rewards_by_name():

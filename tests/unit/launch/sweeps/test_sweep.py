@@ -128,7 +128,7 @@ def test_ctrl_c_three_times_leaves_no_process(tmp_path: Path) -> None:
         session.run()
     # Ctrl-C that came to a run, too, would be its second one.
     assert host.stops == [signal.SIGTERM, signal.SIGINT]
-    assert host.ended() == []
+    assert host.ended() == {}
     assert session.states() == ["stopped", "waiting"]
 
 
