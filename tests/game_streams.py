@@ -15,7 +15,8 @@ from factories import FULL
 from moerl.config.load import load_config
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import TURN_REWARDS, Lineage
-from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.play import Episode, PlayedEpisode, play
+from moerl.episodes.session import Texts
 from moerl.tasks.games.seeds import SeedsTask
 
 _KNOWN = {*string.printable[:97]}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledTurn, in_thread
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.episodes.play import Texts
+from moerl.episodes.session import Texts
 from moerl.errors import ConfigError, EpisodeError, MoerlError, closing
 
 
@@ -151,21 +151,12 @@ def play_expert(
     Raises:
         ConfigError: an episode fails, or none of its turns is whole; the error names the prompt.
     """
-    with closing(asyncio.new_event_loop()) as loop:
-        return loop.run_until_complete(_play_all(task, prompts, texts, end, max_new_tokens, seed))
 
-
-async def _play_all(
-    task: ExpertTask, prompts: Sequence[Prompt], texts: Texts, end: int, max_new_tokens: int, seed: int
-) -> list[ExpertSession]:
-    found: list[ExpertSession] = []
-    for prompt in prompts:
-
-        def turn(agent_id: str, text: str, prompt: Prompt = prompt) -> str:
-            return task.expert(prompt, agent_id, text, seed)
-
+    async def played(prompt: Prompt) -> list[ExpertSession]:
         ids, family = texts.encode(prompt.text), list[ExpertSession]()
-        rules = ExpertRules(turn, texts, end, len(ids) + max_new_tokens)
+        rules = ExpertRules(
+            lambda agent_id, text: task.expert(prompt, agent_id, text, seed), texts, end, len(ids) + max_new_tokens
+        )
         try:
             await task.play(prompt, ExpertSession(rules, "", prompt.text, ids, family, len(ids)))
         except MoerlError as error:
@@ -180,5 +171,7 @@ async def _play_all(
                 expected="a turn that ends",
                 remedy="raise rollout.max_new_tokens",
             )
-        found += learned
-    return found
+        return learned
+
+    with closing(asyncio.new_event_loop()) as loop:
+        return [session for prompt in prompts for session in loop.run_until_complete(played(prompt))]

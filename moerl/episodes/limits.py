@@ -29,30 +29,21 @@ class Meter:
         clock: returns seconds.
 
     Attributes:
+        turns: turns that were begun, whether or not they are answered.
+        tokens: tokens that were sampled.
+        calls: calls of tools.
         stopped_by: the limit that kept a turn from beginning, by its name; empty if none did.
     """
 
     def __init__(self, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock, self._start = limits, clock, clock()
-        self._turns = self._tokens = self._calls = 0
+        self.turns = self.tokens = self.calls = 0
         self.stopped_by = ""
-
-    def begin_turn(self) -> None:
-        """Counts a turn, whether or not it is answered."""
-        self._turns += 1
-
-    def add_tokens(self, number: int) -> None:
-        """Counts sampled tokens."""
-        self._tokens += number
-
-    def add_calls(self, number: int) -> None:
-        """Counts calls of tools."""
-        self._calls += number
 
     def stops(self) -> bool:
         """Returns whether no other turn may begin, and notes the limit that is reached."""
         # The last call that is allowed is carried out, and the policy reads its result.
-        used = (self._turns, self._tokens, self._calls - 1, self._clock() - self._start)
+        used = (self.turns, self.tokens, self.calls - 1, self._clock() - self._start)
         for each, number in zip(fields(self._limits), used, strict=True):
             limit: float | None = getattr(self._limits, each.name)
             if limit is not None and number >= limit:

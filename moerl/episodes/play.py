@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moerl.contract.demands import shown
-from moerl.contract.episodes import Message, Session, in_thread
+from moerl.contract.episodes import Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
@@ -27,7 +27,7 @@ from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
 from moerl.episodes.limits import EpisodeLimits, Meter
 from moerl.episodes.patience import Patience
-from moerl.episodes.session import TokenSession, Voice
+from moerl.episodes.session import Texts, TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer
 
@@ -66,18 +66,6 @@ class PlayedEpisode:
     """Name of the reward that failed, may be empty; None if none did."""
     stopped_by: str = ""
     """Limit that kept the episode from another turn, by its name in `EpisodeLimits`; empty if none did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The tokenizer of a run, as sessions use it. Any thread."""
-
-    encode: Callable[[str], list[int]]
-    """Returns the ids of a text, without special tokens."""
-    decode: Callable[[Sequence[int]], str]
-    """Returns the text of ids."""
-    render: Callable[[Sequence[Message], Sequence[Message], bool], str]
-    """Writes messages as `Session.render` does, and may take seconds."""
 
 
 def play(
@@ -128,11 +116,10 @@ class _Play:
 
     async def run(self) -> PlayedEpisode:
         """Plays it to its end, of whatever kind."""
-        texts, seconds = self._stage.texts, self._stage.turn_seconds
+        seconds = self._stage.turn_seconds
         limit = asyncio.timeout(seconds)
         patience = Patience(limit, seconds, asyncio.get_running_loop().time)
-        serve = partial(open_door, self._stage.server)
-        voice = Voice(self._ask, texts.encode, texts.decode, self._render, patience.waiting, serve)
+        voice = Voice(self._ask, self._stage.texts, patience.waiting, partial(open_door, self._stage.server))
         rewards: list[dict[str, float]] = []
         error, failed_reward = None, None
         try:
@@ -141,7 +128,12 @@ class _Play:
                 named = await self._episode.play(root)
             # Also if the environment has caught the error of its own limit.
             error = _failed(f"no request for {seconds:g} s") if limit.expired() else None
-            rewards = [_checked_rewards({**named, **each.rewards}) for each in self._family if each.turns]
+            rewards = [{**named, **each.rewards} for each in self._family if each.turns]
+            for each in rewards:
+                if "reward" not in each:  # values are checked with the trajectory
+                    raise ContractError(
+                        Reason.REWARD_FAILED, field="rewards", seen=sorted(map(str, each)), expected="one named reward"
+                    )
         except ContractError as broken:
             error = broken
         except RewardError as failed:
@@ -169,9 +161,6 @@ class _Play:
             self._broken = self._broken or broken
             raise broken.error from None
         return turn
-
-    async def _render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
-        return await in_thread(lambda: self._stage.texts.render(messages, tools, ask))
 
     def _played(
         self,
@@ -231,11 +220,8 @@ class _Stage:
 
     def ended(self) -> Iterator[PlayedEpisode]:
         """Yields the episodes that have ended since the last call. Raises an error of the engine."""
-        while True:
-            try:
-                found = self._ended.get_nowait()
-            except queue.Empty:
-                return
+        while not self._ended.empty():  # nobody else takes any
+            found = self._ended.get()
             if isinstance(found, Exception):
                 raise found
             yield found
@@ -320,20 +306,15 @@ class _Stage:
             return  # given up in this very step: whoever asked has not run yet
         if waiting is None or waiting.done():
             if type(name) is not str or name not in self._left:
-                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), _unrequested(name)))
+                expected = "the id of a turn that was requested"
+                error = ContractError(
+                    Reason.ROLLOUT_UNREQUESTED, field="rollout_id", seen=shown(name), expected=expected
+                )
+                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), error))
         elif isinstance(answer, ContractError):
             waiting.set_exception(_BrokenAnswerError(record, answer))
         else:
             waiting.set_result((record, answer))
-
-
-def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
-    """Raises ContractError if there is no reward to train on; values are checked with the trajectory."""
-    if "reward" not in rewards:
-        raise ContractError(
-            Reason.REWARD_FAILED, field="rewards", seen=sorted(map(str, rewards)), expected="one named reward"
-        )
-    return rewards
 
 
 def _failed(seen: str) -> ContractError:
@@ -354,9 +335,3 @@ def _text(problem: BaseException) -> str:
         return str(problem) if isinstance(problem, MoerlError) else f"{type(problem).__name__}: {problem}"
     except Exception:  # noqa: BLE001 - code of users
         return type(problem).__name__
-
-
-def _unrequested(name: object) -> ContractError:
-    return ContractError(
-        Reason.ROLLOUT_UNREQUESTED, field="rollout_id", seen=shown(name), expected="the id of a turn that was requested"
-    )
