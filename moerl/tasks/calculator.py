@@ -19,7 +19,7 @@ from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, Share
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 from moerl.tasks.tools.arithmetic import calculate
 
 DEV_POOL = 512
@@ -72,11 +72,11 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
         self.config = config
 
     def size(self, split: str) -> int:
-        return len(self._split(split))
+        return len(self._problems(split))
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
-        problems = self._split(split)
+        problems = self._problems(split)
         require_prompts("calculator", split, count, len(problems), "task.num_train")
         return [self._prompt(f"calculator-{split}-{i}", number) for i, number in enumerate(problems[:count])]
 
@@ -113,13 +113,8 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
         digits = "".join(draw.choice("0123456789") for _ in answer.lstrip("-"))
         return str(int(f"-{digits}" if answer.startswith("-") else digits))
 
-    def _split(self, split: str) -> Sequence[int]:
-        splits = _splits(self.config.num_problems, self.config.num_train)
-        if split not in splits:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits"
-            )
-        return splits[split]
+    def _problems(self, split: str) -> Sequence[int]:
+        return of_split(_splits(self.config.num_problems, self.config.num_train), split)
 
     def _prompt(self, prompt_id: str, number: int) -> Prompt:
         count = self.config.largest - self.config.smallest + 1

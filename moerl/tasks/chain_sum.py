@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
 from moerl.tasks.rewards import at_once
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -36,7 +36,6 @@ _SEEDS_PER_SPLIT = 1_000_000_000
 _MAX_BARREN_DRAWS = 100_000
 _FINAL_ANSWER = re.compile(r"(?:\A|\n)#### (-?[0-9]+)\Z")
 _STEP = re.compile(r"[0-9][+-][0-9]+=-?[0-9]")
-_ANSWER_MARK = "#### "
 
 
 class ChainSumTaskConfig(TaskSection):
@@ -132,11 +131,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
 
     def size(self, split: str) -> int:
         """Counts the prompts of a split."""
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return self._sizes[split]
+        return of_split(self._sizes, split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, drawn when needed. `ConfigError` if the split has fewer."""
@@ -166,7 +161,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return f"{steps}\n{self.bare_answer(prompt)}"
 
     def bare_answer(self, prompt: Prompt) -> str:
-        return f"{_ANSWER_MARK}{prompt.facts['answer']}"
+        return f"#### {prompt.facts['answer']}"
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """Returns solutions, worked with the configured probability, else bare: each a pure function of `seed` and its
@@ -210,7 +205,10 @@ class _Split:
     def first(self, count: int) -> list[Prompt]:
         while len(self._prompts) < count:
             entry = self._next_new()
-            self._prompts.append(_prompt(f"chain_sum-{self._name}-{len(self._prompts)}", entry))
+            known = entry["metadata"]
+            facts = {"expression": known["expression"], "answer": entry["answer"], "num_terms": known["num_terms"]}
+            prompt_id = f"chain_sum-{self._name}-{len(self._prompts)}"
+            self._prompts.append(Prompt(prompt_id, entry["question"] + "\n", facts))
         return self._prompts[:count]
 
     def _next_new(self) -> dict[str, Any]:
@@ -269,12 +267,3 @@ def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:
             remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
         )
     return sizes
-
-
-def _prompt(prompt_id: str, entry: Mapping[str, Any]) -> Prompt:
-    facts = {
-        "expression": entry["metadata"]["expression"],
-        "answer": entry["answer"],
-        "num_terms": entry["metadata"]["num_terms"],
-    }
-    return Prompt(prompt_id, entry["question"] + "\n", facts)

@@ -21,7 +21,7 @@ from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 DEV_POOL = 512
 """Problems of the dev split, at most; those of an eighth of all ranges."""
@@ -132,13 +132,8 @@ class GuessTask(ExpertTask, ChatTask):
         return [*questions, *(f"\n{hint}\n" for hint in HINTS), "0123456789", "user\nassistant\n"]
 
     def _split(self, split: str) -> Sequence[tuple[int, int]]:
-        splits = _splits(self.config.largest, self.config.span)
-        if split not in splits:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits"
-            )
-        written = self._written
-        return splits[split] if written is None else [each for each in splits[split] if each[0] in written]
+        problems, written = of_split(_splits(self.config.largest, self.config.span), split), self._written
+        return problems if written is None else [each for each in problems if each[0] in written]
 
     def _question(self, low: int) -> str:
         return f"A number from {low} to {low + self.config.span}:"
@@ -180,13 +175,13 @@ def _splits(largest: int, span: int) -> dict[str, Sequence[tuple[int, int]]]:
     draw.shuffle(lows)
     num_dev = max(min(DEV_POOL // (span + 1), len(lows) // 8), 1)
     num_heldout = max(min(HELDOUT_POOL // (span + 1), len(lows) // 4), 1)
-    of_split = {
+    lows_of = {
         "dev": lows[:num_dev],
         "heldout": lows[num_dev : num_dev + num_heldout],
         "train": lows[num_dev + num_heldout :],
     }
     splits: dict[str, Sequence[tuple[int, int]]] = {}
-    for split, chosen in of_split.items():
+    for split, chosen in lows_of.items():
         problems = [(low, low + place) for low in chosen for place in range(span + 1)]
         draw.shuffle(problems)
         splits[split] = problems

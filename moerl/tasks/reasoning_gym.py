@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,7 +20,7 @@ from moerl.errors import ConfigError, RewardError
 from moerl.sections import Count, Positive, Share
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -86,11 +85,8 @@ class ReasoningGymTask(ExpertTask, ChatTask):
             self._splits[split] = [prompt for prompt in written if prompt is not None]
 
     def size(self, split: str) -> int:
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return len(self._splits[split]) if split in self._splits else self._sizes[split]
+        size = of_split(self._sizes, split)
+        return len(self._splits[split]) if split in self._splits else size
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
@@ -107,7 +103,9 @@ class ReasoningGymTask(ExpertTask, ChatTask):
             turn = await (chat or session).sample()
             num_tries += 1
             answer = self._answer(turn)
-            score = 0.0 if answer is None else await self._score(prompt, answer)
+            score = 0.0
+            if answer is not None:
+                score = (await asyncio.wrap_future(self._pool.submit(prompt, answer)))["reward"]
             if score < 1.0:
                 feedback = NO_ANSWER if answer is None and self.has_chats else WRONG
                 if chat is not None:
@@ -136,7 +134,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     def try_rewards(self) -> None:
         """Scores one answer. Raises `ConfigError` if that fails."""
         try:
-            self._pool.submit(self.prompts("train", 1)[0].facts, "1").result()
+            self._pool.submit(self.prompts("train", 1)[0], "1").result()
         except RewardError as error:
             raise ConfigError(error.what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
 
@@ -158,10 +156,6 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         _, start, last = turn.text.rpartition("<answer>")
         answer, end, _ = last.partition("</answer>")
         return answer.strip() if start and end else None
-
-    async def _score(self, prompt: Prompt, answer: str) -> float:
-        rewards = await asyncio.wrap_future(self._pool.submit(prompt.facts, answer))
-        return rewards["reward"]
 
     def _set(self, seed: int) -> ProceduralDataset:
         # reasoning-gym takes seconds to import, and every command reads the settings of all tasks.
@@ -216,6 +210,6 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     def _prompt(self, prompt_id: str, split: str, index: int, entry: Mapping[str, Any]) -> Prompt:
         question: str = entry["question"]
         facts = {"seed": _SEEDS[split], "index": index, "question": question, "answer": entry["answer"]}
-        prompt = Prompt(prompt_id, f"{question}\n", facts)
-        chat = Chat(({"role": "user", "content": question + _WORDING},))
-        return replace(prompt, text="", chat=chat) if self.has_chats else prompt
+        if not self.has_chats:
+            return Prompt(prompt_id, f"{question}\n", facts)
+        return Prompt(prompt_id, "", facts, Chat(({"role": "user", "content": question + _WORDING},)))

@@ -75,6 +75,13 @@ class TaskSection(Section):
         """Checks that the files that the keys name are there. Raises `ConfigError`."""
 
 
+def of_split[T](splits: Mapping[str, T], split: str) -> T:
+    """Returns what belongs to a split. Raises `ConfigError` if there is no such split."""
+    if split not in splits:
+        raise ConfigError("unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits")
+    return splits[split]
+
+
 def require_prompts(task: str, split: str, count: int, size: int, keys: str) -> None:
     """Raises `ConfigError` unless a split of `size` prompts has the first `count`.
 

@@ -83,13 +83,7 @@ class RowsSection(SetKeys, TaskSection):
     def check(self, *, sft_steps: int) -> None:
         for data in self.data_sets:
             check_set(data)
-        if self.heldout_fraction + self.dev_fraction >= 1.0:
-            raise ConfigError(
-                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
-                seen=f"{self.heldout_fraction} + {self.dev_fraction}",
-                expected="a sum below 1",
-                remedy="lower one of them, for example task.heldout_fraction=0.1",
-            )
+        self.cut.check()
         taken = sorted(self.chat_options.keys() & set(_NOT_OPTIONS))
         if taken:
             raise ConfigError(

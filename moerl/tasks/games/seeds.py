@@ -13,7 +13,7 @@ from moerl.contract.episodes import EpisodeTask
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.errors import ConfigError, EpisodeError
 from moerl.sections import Count, Positive
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
 """First seed of each split; none reaches 2**31, which some libraries do not take."""
@@ -63,11 +63,7 @@ class SeedsTask(EpisodeTask, ChatTask):
 
     def size(self, split: str) -> int:
         """Counts the prompts of a split."""
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return self._sizes[split]
+        return of_split(self._sizes, split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, begun when needed. `ConfigError` if the split has fewer."""

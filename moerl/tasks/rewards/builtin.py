@@ -72,14 +72,19 @@ def json_schema(*, schema: Mapping[str, Any] | None, column: str | None) -> Scor
         if checks is None:
             found = row[column or ""]
             checks = validator(json.loads(found) if isinstance(found, str) else found)
-        blocks = _FENCE.findall(response)
         try:
-            value = json.loads(blocks[-1] if blocks else response)
+            value = json.loads(last_block(response))
         except ValueError:
             return 0.0
         return float(checks.is_valid(value))
 
     return score
+
+
+def last_block(response: str) -> str:
+    """Returns the last fenced block of a response; all of the response if it has none."""
+    blocks = _FENCE.findall(response)
+    return blocks[-1] if blocks else response
 
 
 def _answer(row: Mapping[str, Any], column: str, pattern: str | None) -> str:

@@ -12,10 +12,8 @@ from typing import Protocol
 
 from moerl.contract.ports import Prompt
 from moerl.errors import MoerlError, RewardError
-from moerl.tasks.rewards.process import UNSCORED, MakeChild
+from moerl.tasks.rewards.process import UNSCORED, MakeChild, Rewards
 from moerl.telemetry.terminal import excerpt
-
-Rewards = dict[str, float]
 
 
 class RewardPart(Protocol):

@@ -115,11 +115,11 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
         num_broken = 0 if written is None else written.num_broken(text)
         chat.session.count_calls(len(calls) + num_broken)
         is_final = not calls and not num_broken
-        if is_final or num_turns >= max_turns or chat.session.is_over:
+        is_last = is_final or num_turns >= max_turns or chat.session.is_over
+        if not is_last:
+            await chat.observe(*await box.carry_out(calls, num_broken))
+        if is_last or chat.session.is_over:
             return ToolAnswer(turn, text, is_final, num_turns, box.num_calls, box.num_failed)
-        await chat.observe(*await box.carry_out(calls, num_broken))
-        if chat.session.is_over:
-            return ToolAnswer(turn, text, False, num_turns, box.num_calls, box.num_failed)
 
 
 class _ToolBox:
@@ -177,6 +177,11 @@ class _ToolBox:
     def _failed(self, text: str) -> str:
         self.num_failed += 1
         return _cut(f"error: {text}")
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Message:
+    """Returns the schema of a tool, as `Tool.schema` has it. parameters: JSON schema of an object."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _name(schema: Message) -> str:
