@@ -14,6 +14,7 @@ with, goes on there, and encodes only what is new; so every token that was sampl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -112,7 +113,7 @@ class ChatDoor:
         ]
         self._branches = [Branch(conversation, shown)]
         self._formats: dict[str, ToolFormat] = {}
-        self._num_calls = 0
+        self._call_numbers = itertools.count(1)
 
     async def complete(self, body: object) -> JsonReply:
         """Answers a request. Raises MoerlError if it cannot be carried out."""
@@ -124,7 +125,17 @@ class ChatDoor:
         """Returns the completion of a request. Raises MoerlError, in the words of the wire, if it cannot be carried
         out."""
         require_sampling(wire.name, request, self._session.request.sampling)
-        return _completion(request, await self._choices(request, wire))
+        choices = await self._choices(request, wire)
+        first = choices[0]
+        content: dict[str, Any] = {
+            "id": f"chatcmpl-{first.branch.session.rollout_id}-{first.branch.conversation.num_turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.model,
+            "choices": [_choice(request, index, each) for index, each in enumerate(choices)],
+            "usage": token_usage(len(first.prompt_ids), sum(len(each.turn.token_ids) for each in choices)),
+        }
+        return content | ({"prompt_token_ids": list(first.prompt_ids)} if request.return_token_ids else {})
 
     async def _choices(self, request: ChatRequest, wire: Wire) -> list[_Choice]:
         """Returns all answers, or none: if one fails, or the client gives up, the others are forgotten."""
@@ -139,7 +150,11 @@ class ChatDoor:
             except BaseException:
                 for task in tasks:
                     task.cancel()
-                _forget(branches, await asyncio.gather(*tasks, return_exceptions=True))
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+                for branch, end in zip(branches, ends, strict=True):
+                    if not isinstance(end, BaseException):
+                        branch.conversation.retract()
+                        branch.session.retract()
                 raise
         finally:
             for branch in branches:
@@ -193,11 +208,10 @@ class ChatDoor:
     def _message(self, text: str, tool_format: ToolFormat | None) -> ChatMessage:
         """Returns an answer as a client is to see it, and to send it back."""
         content, calls = (text, []) if tool_format is None else tool_format.parse(text)
-        written: list[dict[str, Any]] = []
-        for call in calls:
-            self._num_calls += 1
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            written.append(function_call(f"call_{self._num_calls}", call.name, arguments))
+        written = [
+            function_call(f"call_{next(self._call_numbers)}", call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for call in calls
+        ]
         return ChatMessage(role="assistant", content=content, tool_calls=written)
 
     async def _format(self, request: ChatRequest) -> ToolFormat | None:
@@ -230,14 +244,6 @@ class ChatDoor:
         )
 
 
-def _forget(branches: Sequence[Branch], ends: Sequence[object]) -> None:
-    """Forgets the answers that were sampled. ends: of sampling, by branch."""
-    for branch, end in zip(branches, ends, strict=True):
-        if not isinstance(end, BaseException):
-            branch.conversation.retract()
-            branch.session.retract()
-
-
 def _before(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """Returns a text up to the first of the texts that end it, and that one."""
     at, ended_by = min(((at, each) for each in stop if (at := text.find(each)) >= 0), default=(len(text), None))
@@ -252,19 +258,6 @@ def used_beside(seen: int, expected: int) -> EpisodeError:
         expected=f"{expected}, those of its messages",
         remedy="serve a session before its first turn, once, and leave it to the agent; others can be opened beside it",
     )
-
-
-def _completion(request: ChatRequest, choices: Sequence[_Choice]) -> dict[str, Any]:
-    """Returns the body of an answer."""
-    content: dict[str, Any] = {
-        "id": f"chatcmpl-{choices[0].branch.session.rollout_id}-{choices[0].branch.conversation.num_turns}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [_choice(request, index, each) for index, each in enumerate(choices)],
-        "usage": token_usage(len(choices[0].prompt_ids), sum(len(each.turn.token_ids) for each in choices)),
-    }
-    return content | ({"prompt_token_ids": list(choices[0].prompt_ids)} if request.return_token_ids else {})
 
 
 def _choice(request: ChatRequest, index: int, choice: _Choice) -> dict[str, Any]:

@@ -88,8 +88,7 @@ def play(
     Raises:
         EngineError: of the stream.
     """
-    with closing(stream), closing(_Stage(stream, texts, turn_seconds, limits)) as stage:
-        stage.begin(episodes)
+    with closing(stream), closing(_Stage(episodes, stream, texts, turn_seconds, limits)) as stage:
         for records in stream:
             for record in records:
                 stage.deliver(record, check)
@@ -97,12 +96,8 @@ def play(
         yield from stage.ended()
 
 
-class _BrokenAnswerError(Exception):
-    """Answer to a turn that breaks the contract."""
-
-    def __init__(self, record: RolloutRecord, error: ContractError) -> None:
-        super().__init__(str(error))
-        self.record, self.error = record, error
+_Answer = tuple[RolloutRecord, Trajectory | ContractError]
+"""Answer as it came and as it was checked, or the reason for which it breaks the contract."""
 
 
 class _Play:
@@ -111,7 +106,7 @@ class _Play:
     def __init__(self, stage: _Stage, episode: Episode) -> None:
         self._stage, self._episode = stage, episode
         self._family: list[TokenSession] = []
-        self._broken: _BrokenAnswerError | None = None
+        self._broken: tuple[RolloutRecord, ContractError] | None = None
         self._meter = Meter(stage.limits)
 
     async def run(self) -> PlayedEpisode:
@@ -150,16 +145,15 @@ class _Play:
         return self._played(rewards, error, failed_reward, patience.environment_seconds)
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
+        record, turn = await self._stage.ask(request)
         try:
-            record, turn = await self._stage.ask(request)
-            try:
-                check_answer(turn, request.prompt_ids)
-            except ContractError as error:
-                raise _BrokenAnswerError(record, error) from error
-        except _BrokenAnswerError as broken:
+            if isinstance(turn, ContractError):
+                raise turn
+            check_answer(turn, request.prompt_ids)
+        except ContractError as error:
             # The episode is refused, whatever the environment makes of the error.
-            self._broken = self._broken or broken
-            raise broken.error from None
+            self._broken = self._broken or (record, error)
+            raise
         return turn
 
     def _played(
@@ -172,8 +166,8 @@ class _Play:
         """Returns the end of the episode. rewards: of each session with a turn, unless there is an error."""
         records: list[RolloutRecord] = []
         if self._broken is not None:
-            error = self._broken.error
-            records.append(self._broken.record)
+            record, error = self._broken
+            records.append(record)
         try:
             for number, session in enumerate(each for each in self._family if each.turns):
                 values = session.record()
@@ -192,23 +186,27 @@ class _Play:
 class _Stage:
     """Episodes that are being played, and their event loop."""
 
-    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float, limits: EpisodeLimits) -> None:
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        stream: RolloutStream,
+        texts: Texts,
+        turn_seconds: float,
+        limits: EpisodeLimits,
+    ) -> None:
         self.texts, self.turn_seconds, self.limits = texts, turn_seconds, limits
         self.is_closing = False
         self.server = JsonServer()
         self._stream = stream
         self._ended: queue.SimpleQueue[PlayedEpisode | Exception] = queue.SimpleQueue()
         # Of the loop alone: what each request that is under way resolves, and those that nobody waits for any more.
-        self._asked: dict[str, asyncio.Future[tuple[RolloutRecord, Trajectory]]] = {}
+        self._asked: dict[str, asyncio.Future[_Answer]] = {}
         self._left: set[str] = set()
         self._tasks: set[asyncio.Task[PlayedEpisode]] = set()
         self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._begin, episodes)
         self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
         self._thread.start()
-
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Starts all episodes, from the loop."""
-        self._loop.call_soon_threadsafe(self._begin, episodes)
 
     def deliver(self, record: RolloutRecord, check: Check) -> None:
         """Checks an answer and hands it to the episode that waits for it."""
@@ -280,8 +278,8 @@ class _Stage:
             closed = self._loop.create_task(self.server.close())
             closed.add_done_callback(lambda done: self._loop.stop())
 
-    async def ask(self, request: RolloutRequest) -> tuple[RolloutRecord, Trajectory]:
-        """Returns the answer to a request. Raises `_BrokenAnswerError` if it breaks the contract."""
+    async def ask(self, request: RolloutRequest) -> _Answer:
+        """Returns the answer to a request."""
         name = request.lineage.rollout_id
         self._asked[name] = answer = self._loop.create_future()
         try:
@@ -311,8 +309,6 @@ class _Stage:
                     Reason.ROLLOUT_UNREQUESTED, field="rollout_id", seen=shown(name), expected=expected
                 )
                 self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), error))
-        elif isinstance(answer, ContractError):
-            waiting.set_exception(_BrokenAnswerError(record, answer))
         else:
             waiting.set_result((record, answer))
 

@@ -19,13 +19,9 @@ from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, Share
-from moerl.tasks.section import TaskSection, of_split, require_prompts
+from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 from moerl.tasks.tools.arithmetic import calculate
 
-DEV_POOL = 512
-"""Problems of the dev split; fewer if there are less than eight times as many problems."""
-HELDOUT_POOL = 2048
-"""Problems of the held-out split; fewer if there are less than four times as many problems."""
 _OPERATORS = "+-*"
 _CALL = re.compile(r"\[([^\[\]]*)\]")
 
@@ -47,7 +43,7 @@ class CalculatorTaskConfig(TaskSection):
 
     def check(self, *, sft_steps: int) -> None:
         available = self.num_problems
-        needed = self.num_train + sum(_pools(available))
+        needed = self.num_train + sum(num_reserved(available))
         if self.smallest > self.largest or needed > available:
             raise ConfigError(
                 "task.smallest, task.largest and task.num_train: too few problems",
@@ -136,13 +132,9 @@ def _result(expression: str) -> str:
         return "error"
 
 
-def _pools(available: int) -> tuple[int, int]:
-    return min(DEV_POOL, available // 8), min(HELDOUT_POOL, available // 4)
-
-
 @cache
 def _splits(available: int, num_train: int) -> dict[str, Sequence[int]]:
     """Returns the numbers of the problems of each split."""
-    num_dev, num_heldout = _pools(available)
+    num_dev, num_heldout = num_reserved(available)
     drawn = random.Random(0).sample(range(available), num_dev + num_heldout + num_train)
     return {"dev": drawn[:num_dev], "heldout": drawn[num_dev:][:num_heldout], "train": drawn[num_dev + num_heldout :]}

@@ -20,16 +20,10 @@ from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
 from moerl.tasks.rewards import at_once
-from moerl.tasks.section import TaskSection, of_split, require_prompts
+from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
-
-DEV_POOL = 512
-"""Problems reserved for the dev split; fewer if the settings have less than eight times as many problems."""
-
-HELDOUT_POOL = 2048
-"""Problems reserved for the held-out split; fewer if the settings have less than four times as many problems."""
 
 _FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 7_000_000_000}
 _SEEDS_PER_SPLIT = 1_000_000_000
@@ -253,17 +247,13 @@ def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralData
 
 def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:
     available = num_problems(config)
-    sizes = {
-        "train": config.num_train,
-        "dev": min(DEV_POOL, available // 8),
-        "heldout": min(HELDOUT_POOL, available // 4),
-    }
-    if sum(sizes.values()) > available:
+    num_dev, num_heldout = num_reserved(available)
+    most = available - num_dev - num_heldout
+    if config.num_train > most:
         raise ConfigError(
             "task.num_train is larger than the number of different problems",
             seen=config.num_train,
-            expected=f"at most {available - sizes['dev'] - sizes['heldout']}: {available} problems less those of "
-            f"dev ({sizes['dev']}) and heldout ({sizes['heldout']})",
+            expected=f"at most {most}: {available} problems less those of dev ({num_dev}) and heldout ({num_heldout})",
             remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
         )
-    return sizes
+    return {"train": config.num_train, "dev": num_dev, "heldout": num_heldout}

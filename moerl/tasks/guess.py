@@ -21,12 +21,8 @@ from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
-from moerl.tasks.section import TaskSection, of_split, require_prompts
+from moerl.tasks.section import DEV_POOL, HELDOUT_POOL, TaskSection, of_split, require_prompts
 
-DEV_POOL = 512
-"""Problems of the dev split, at most; those of an eighth of all ranges."""
-HELDOUT_POOL = 2048
-"""Problems of the held-out split, at most; those of a quarter of all ranges."""
 _FEWEST_RANGES = 8
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _HINTED = re.compile(r"([0-9]+)[^0-9]*?(higher|lower)")

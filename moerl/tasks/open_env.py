@@ -71,21 +71,14 @@ class Environment:
     def __init__(self, socket: JsonSocket, seconds: float) -> None:
         self._socket, self._seconds = socket, seconds
 
-    async def reset(self, options: Mapping[str, Any]) -> EnvironmentStep:
-        """Begins an episode. Errors as of `step`."""
-        return await self._ask("reset", options)
-
-    async def step(self, action: Mapping[str, Any]) -> EnvironmentStep:
-        """Acts.
+    async def ask(self, kind: Literal["reset", "step"], data: Mapping[str, Any]) -> EnvironmentStep:
+        """Begins an episode with options, or acts.
 
         Raises:
             ActionRefusedError: the action does not meet the schema of the environment.
             EpisodeError: the environment failed, or the server has no session left.
             NoAnswerError: the server does not answer.
         """
-        return await self._ask("step", action)
-
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> EnvironmentStep:
         answer = await self._socket.ask({"type": kind, "data": data}, self._seconds)
         try:
             if isinstance(answer, dict) and cast("dict[str, Any]", answer).get("type") == "error":
@@ -127,7 +120,7 @@ class OpenEnvTask(SeedsTask):
 
     async def _openings(self, seeds: Sequence[int]) -> list[str]:
         async with connect(self._config.url, self.turn_seconds) as environment:
-            return [self._opening(await environment.reset(self._reset(seed))) for seed in seeds]
+            return [self._opening(await environment.ask("reset", self._reset(seed))) for seed in seeds]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward`, the sum of the rewards of all steps; `accuracy`, 1 from a reward of 1 on; `turns`; and
@@ -136,7 +129,7 @@ class OpenEnvTask(SeedsTask):
         A turn that is no action by the server's schema uses up a turn; the policy reads why.
         """
         async with connect(self._config.url, self.turn_seconds) as environment:
-            step = await environment.reset(self._reset(prompt.facts["seed"]))
+            step = await environment.ask("reset", self._reset(prompt.facts["seed"]))
             require_opening(prompt, self._opening(step))
             talk = Talk.of(prompt, session, self._config.max_turn_tokens)
             seen, total = "", step.reward or 0.0
@@ -145,7 +138,7 @@ class OpenEnvTask(SeedsTask):
                 if turn is None:
                     break
                 try:
-                    step = await environment.step(self._action(turn.text))
+                    step = await environment.ask("step", self._action(turn.text))
                 except ActionRefusedError as refused:
                     seen = str(refused.seen)
                     continue

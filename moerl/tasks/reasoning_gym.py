@@ -71,7 +71,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         self._set_size = _DRAWS_PER_PROBLEM * max(self._sizes.values())
         settings = {"dataset": config.dataset, "size": self._set_size, "options": config.options}
         limits = (config.reward_timeout_seconds, config.reward_memory_bytes, "task.reward", settings)
-        maker = "moerl.tasks.rewards.reasoning:reasoning"
+        maker = "moerl.tasks.rewards.builtin:reasoning"
         self._pool = RewardPool([RewardProcess(maker, *limits) for _ in range(config.reward_workers)])
         self._sets = {split: self._set(seed) for split, seed in _SEEDS.items()}
 

@@ -11,6 +11,11 @@ from moerl.contract.ports import Task
 from moerl.errors import ConfigError
 from moerl.sections import Section
 
+DEV_POOL = 512
+"""Problems of the dev split; fewer if there are less than eight times as many problems."""
+HELDOUT_POOL = 2048
+"""Problems of the held-out split; fewer if there are less than four times as many problems."""
+
 
 class TaskSection(Section):
     """Base of the ``task`` section of every task. A subclass gives `name` a literal type and adds its keys."""
@@ -73,6 +78,11 @@ class TaskSection(Section):
 
     def check_files(self) -> None:
         """Checks that the files that the keys name are there. Raises `ConfigError`."""
+
+
+def num_reserved(available: int) -> tuple[int, int]:
+    """Returns the problems of the dev split, and of the held-out split, if there are `available` different ones."""
+    return min(DEV_POOL, available // 8), min(HELDOUT_POOL, available // 4)
 
 
 def of_split[T](splits: Mapping[str, T], split: str) -> T:

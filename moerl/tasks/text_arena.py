@@ -7,6 +7,7 @@ that of the player who moves first; those of the others have the agent ids `play
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -56,11 +57,14 @@ class TextArenaTask(SeedsTask):
         game = await in_thread(lambda: self._game(prompt.facts["seed"]))
         require_opening(prompt, game.opening)
         first = Talk.of(prompt, session, self._config.max_turn_tokens)
+        # None for a player whose first sight leaves no room to sample.
         talks: dict[int, Talk | None] = {game.first: first}
         number, seen = game.first, ""
         for _ in range(self._config.max_moves):
             if number not in talks:
-                talks[number] = await _joined(first, seen, number)
+                talks[number] = None
+                with suppress(SessionOverError):  # what the others wrote must not end the run
+                    talks[number] = await first.join(seen, f"player-{number}")
             talk = talks[number]
             turn = None if talk is None else await talk.turn(seen)
             text = "" if turn is None else turn.text
@@ -76,15 +80,6 @@ class TextArenaTask(SeedsTask):
 
     def _game(self, seed: int) -> Game:
         return Game(self._config.game, self._config.num_players, seed)
-
-
-async def _joined(first: Talk, seen: str, number: int) -> Talk | None:
-    """Returns the talk of a player who moves for the first time; None if what it sees leaves no room to sample: what
-    the others wrote must not end the run."""
-    try:
-        return await first.join(seen, f"player-{number}")
-    except SessionOverError:
-        return None
 
 
 def _rewards(result: PlayerResult, talk: Talk, game: Game) -> dict[str, float]:

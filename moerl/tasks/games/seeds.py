@@ -71,11 +71,10 @@ class SeedsTask(EpisodeTask, ChatTask):
         known = self._prompts[split]
         if len(known) < count:
             seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
-            begun = zip(seeds, self.openings(seeds), strict=True)
-            known += [
-                self._prompt(f"{self._name}-{split}-{seed - FIRST_SEED[split]}", seed, opening)
-                for seed, opening in begun
-            ]
+            for seed, opening in zip(seeds, self.openings(seeds), strict=True):
+                text, chat = ("", chat_of(opening)) if self.has_chats else (f"{opening}\n", None)
+                prompt_id = f"{self._name}-{split}-{seed - FIRST_SEED[split]}"
+                known.append(Prompt(prompt_id, text, {"seed": seed, "opening": opening}, chat))
         return known[:count]
 
     @property
@@ -87,12 +86,6 @@ class SeedsTask(EpisodeTask, ChatTask):
             written = [write(prompt) for prompt in self.prompts(split, size)]
             self._prompts[split] = [prompt for prompt in written if prompt is not None]
             self._sizes[split] = len(self._prompts[split])
-
-    def _prompt(self, prompt_id: str, seed: int, opening: str) -> Prompt:
-        facts = {"seed": seed, "opening": opening}
-        if self.has_chats:
-            return Prompt(prompt_id, "", facts, chat_of(opening))
-        return Prompt(prompt_id, f"{opening}\n", facts)
 
 
 def chat_of(opening: str) -> Chat:

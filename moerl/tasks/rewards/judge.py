@@ -16,7 +16,7 @@ from moerl.errors import RewardError
 from moerl.http.blocking import BlockingClient
 from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
-from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, MakeChild, Rewards
+from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, Rewards
 from moerl.tasks.rewards.section import FIELD, JudgeReward
 from moerl.telemetry.terminal import excerpt
 
@@ -97,13 +97,6 @@ class Judge:
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         return self._pool.submit(self._score, prompt, response)
-
-    @property
-    def num_processes(self) -> int:
-        return 0
-
-    def place(self, make_child: MakeChild) -> None:
-        """Does nothing: threads of the controller send the requests."""
 
     def close(self) -> None:
         self._is_closed.set()

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moerl.errors import ConfigError, RewardError, undoing
+from moerl.errors import RewardError, undoing
 from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, ChildProcess, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
+from moerl.user_function import not_loaded
 
 IMPORT_SECONDS = 120.0
 """Longest time of the import of a user's module."""
@@ -49,9 +50,6 @@ class RewardProcess:
         key: Key of the configuration that names the function; errors name it and its neighbours.
         settings: Settings of a built-in kind, for which `function` names the maker; None = `function` is the user's.
         many: True if the function is called with ``(rows, response_texts)``.
-
-    Raises:
-        ConfigError: `function` has another form.
     """
 
     def __init__(
@@ -63,14 +61,6 @@ class RewardProcess:
         settings: Mapping[str, Any] | None = None,
         many: bool = False,
     ) -> None:
-        module, colon, attribute = function.partition(":")
-        if not (module and colon and attribute.isidentifier()):
-            raise ConfigError(
-                f"{key} does not name a function",
-                seen=repr(function),
-                expected="package.module:function",
-                remedy="write the module, a colon and the function",
-            )
         self._function, self._key = function, key
         own = {} if settings is None else {"settings": dict(settings)}
         self._hello: dict[str, Any] = {"function": function, "many": many, **own}
@@ -212,33 +202,24 @@ class RewardProcess:
     def _import(self, child: ChildProcess) -> None:
         # Another thread may have called `stop` before there was a process to end.
         if self._is_stopped:
-            raise self._not_imported("the task is closed")
+            raise not_loaded(self._key, self._function, "the task is closed")
         try:
             reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
             if lost.from_outside:
                 raise
-            raise self._not_imported(str(lost)) from lost
+            raise not_loaded(self._key, self._function, str(lost)) from lost
         if "ready" not in reply:
-            raise self._not_imported(_told(reply))
-
-    def _not_imported(self, seen: str) -> ConfigError:
-        return ConfigError(
-            f"{self._key}: cannot import {self._function}",
-            seen=seen,
-            expected="an importable module with a function of that name",
-            remedy="check the name; the module must be in the current directory or in a folder on PYTHONPATH",
-        )
+            raise not_loaded(self._key, self._function, _told(reply))
 
     def _unanswered(self, lost: ChildLostError) -> RewardError:
         if lost.out_of_memory:
             return self._out_of_memory(str(lost))
+        expected = "a function that returns, and leaves its process and its descriptors alone"
+        remedy = "make the function return a reward for this row and response"
         if lost.late:
             expected = f"a reward within {self._timeout_seconds:g} s"
             remedy = f"make the function return in time, or raise {self._near('timeout_seconds')}"
-        else:
-            expected = "a function that returns, and leaves its process and its descriptors alone"
-            remedy = "make the function return a reward for this row and response"
         what = f"reward function {self._function} gave no answer"
         return RewardError(what, seen=str(lost), expected=expected, remedy=remedy)
 

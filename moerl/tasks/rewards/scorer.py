@@ -12,6 +12,7 @@ from typing import Protocol
 
 from moerl.contract.ports import Prompt
 from moerl.errors import MoerlError, RewardError
+from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import UNSCORED, MakeChild, Rewards
 from moerl.telemetry.terminal import excerpt
 
@@ -22,15 +23,6 @@ class RewardPart(Protocol):
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         """Asks for named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError`
         if this response has none, `ConfigError` if no response can have one."""
-        ...
-
-    @property
-    def num_processes(self) -> int:
-        """Most processes that its functions run in."""
-        ...
-
-    def place(self, make_child: MakeChild) -> None:
-        """Runs its functions, if it has any, in processes that `make_child` starts. Call while no reward is awaited."""
         ...
 
     def close(self) -> None:
@@ -60,6 +52,7 @@ class RewardScorer:
 
     def __init__(self, parts: Sequence[WeightedReward], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
+        self._pools = [part.source for part in parts if isinstance(part.source, RewardPool)]
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
         """Asks for the rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name.
@@ -107,12 +100,12 @@ class RewardScorer:
     @property
     def num_processes(self) -> int:
         """Most processes that functions of all parts run in."""
-        return sum(part.source.num_processes for part in self._parts)
+        return sum(pool.num_processes for pool in self._pools)
 
     def place(self, make_child: MakeChild) -> None:
-        """Places all parts, as `RewardPart.place` does one."""
-        for part in self._parts:
-            part.source.place(make_child)
+        """Places the processes of all parts, as `RewardPool.place` does those of one."""
+        for pool in self._pools:
+            pool.place(make_child)
 
     def close(self) -> None:
         """Ends the threads and processes of all parts."""

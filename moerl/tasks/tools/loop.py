@@ -104,8 +104,7 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
             raised it.
         ConfigError: a tool has a schema that is none.
     """
-    box = _ToolBox(tools, max_calls)
-    box.check(chat)
+    box = _ToolBox(chat, tools, max_calls)
     written = await ToolFormat.of(chat.session.render, chat.tools) if tools else None
     num_turns = 0
     while True:
@@ -125,13 +124,11 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
 class _ToolBox:
     """Tools of a conversation by name, and the numbers of calls so far."""
 
-    def __init__(self, tools: Sequence[Tool], max_calls: int) -> None:
+    def __init__(self, chat: Conversation, tools: Sequence[Tool], max_calls: int) -> None:
         self._tools = {_name(each.schema): each for each in tools}
         self._validators = {_name(each.schema): _validator(each.schema) for each in tools}
         self._max_calls = max_calls
         self.num_calls, self.num_failed = 0, 0
-
-    def check(self, chat: Conversation) -> None:
         known = sorted(map(_name, chat.tools))
         if known != sorted(self._tools):
             raise EpisodeError(

@@ -14,8 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from moerl.tasks.rewards.sandbox.errors import describe
-from moerl.tasks.rewards.sandbox.values import Wire
+from moerl.tasks.rewards.sandbox.values import Wire, describe
 
 MAX_MESSAGE_BYTES = 16 << 20
 _LENGTH_BYTES = 4

@@ -14,11 +14,10 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from moerl.tasks.rewards.sandbox.errors import describe_class, python_class
 from moerl.tasks.rewards.sandbox.operations import AWAIT, GET, NAME, OPERATIONS, PING, SET
 from moerl.tasks.rewards.sandbox.outcomes import BLOCKED, ERROR, MEMORY
 from moerl.tasks.rewards.sandbox.peer import Border, PeerGoneError
-from moerl.tasks.rewards.sandbox.values import Wire, decode, encode
+from moerl.tasks.rewards.sandbox.values import Wire, decode, describe_class, encode, python_class
 
 MISSING = ["missing"]
 """Answer for a name that the program does not have."""

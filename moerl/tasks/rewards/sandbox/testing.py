@@ -17,11 +17,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-from moerl.tasks.rewards.sandbox.errors import python_class
 from moerl.tasks.rewards.sandbox.operations import AWAIT, COMPARISONS_AND_ARITHMETIC, GET, NAME, OPERATIONS, PING, SET
 from moerl.tasks.rewards.sandbox.outcomes import BLOCKED, ERROR, FAILED, MEMORY, PASSED, TIMEOUT, UNUSED
 from moerl.tasks.rewards.sandbox.peer import Border, PeerGoneError
-from moerl.tasks.rewards.sandbox.values import Wire, decode, encode, update
+from moerl.tasks.rewards.sandbox.values import Wire, decode, encode, python_class, update
 
 _MODULES = {"np": "numpy", "pd": "pandas"}
 """Usual short names of modules."""

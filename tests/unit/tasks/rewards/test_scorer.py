@@ -13,7 +13,7 @@ from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
 from moerl.tasks.rewards.make import make_scorer
 from moerl.tasks.rewards.pool import RewardPool
-from moerl.tasks.rewards.process import MakeChild, RewardProcess
+from moerl.tasks.rewards.process import RewardProcess
 from moerl.tasks.rewards.scorer import RewardScorer, WeightedReward
 from moerl.tasks.rewards.section import ExactReward, FunctionReward, RegexReward, Reward
 
@@ -105,12 +105,6 @@ class _Held:
     def submit(self, prompt: Prompt, response: str) -> Future[dict[str, float]]:
         self.futures.append(Future())
         return self.futures[-1]
-
-    @property
-    def num_processes(self) -> int:
-        return 0
-
-    def place(self, make_child: MakeChild) -> None: ...
 
     def close(self) -> None: ...
 
