@@ -133,7 +133,9 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             "chain_sum", split, count, self.size(split), "task.num_train, task.max_terms or task.max_digits"
         )
         if split not in self._splits:
-            self._splits[split] = _Split(split, self.config, self._reserved(split))
+            others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
+            reserved = {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
+            self._splits[split] = _Split(split, self.config, reserved)
         return self._splits[split].first(count)
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
@@ -179,11 +181,6 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
     def _is_worked(self, prompt: Prompt, seed: int) -> bool:
         draw = random.Random(f"{seed}/{prompt.prompt_id}").random()
         return draw < self.config.worked_probability[prompt.facts["num_terms"]]
-
-    def _reserved(self, split: str) -> set[str]:
-        """Returns the sums that a split must not hold, since another one reserved them."""
-        others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
-        return {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
 
 
 class _Split:

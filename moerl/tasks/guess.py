@@ -15,12 +15,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import ExpertTask, Session
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
+from moerl.tasks.games.talk import Talk
 from moerl.tasks.section import DEV_POOL, HELDOUT_POOL, TaskSection, of_split, require_prompts
 
 _FEWEST_RANGES = 8
@@ -93,24 +93,18 @@ class GuessTask(ExpertTask, ChatTask):
         With n numbers left that it can be, log2(1 + n) bits are to be learned; none are if it was found, so the reward
         is 1 then. A guess that earlier hints rule out earns nothing.
         """
-        secret, num_guesses = prompt.facts["secret"], 0
+        secret, talk = prompt.facts["secret"], Talk.of(prompt, session)
         left = range(prompt.facts["low"], prompt.facts["low"] + self.config.span + 1)
         bits = first_bits = _bits(left)
-        chat = Conversation.of(prompt, session) if self.has_chats else None
-        while num_guesses < self.config.max_guesses and left and not session.is_over:
-            turn = await (chat or session).sample()
-            num_guesses += 1
+        while talk.num_turns < self.config.max_guesses and left and not session.is_over:
+            turn = await talk.sample()
             is_number = turn.finish_reason is FinishReason.STOP and _NUMBER.fullmatch(turn.text)
             hint, left = _answer(int(turn.text) if is_number else None, secret, left)
             session.credit((bits - _bits(left)) / first_bits)
             bits = _bits(left)
-            if not left:
-                break
-            if chat is not None:
-                await chat.observe({"role": "user", "content": hint})
-            else:
-                session.observe(f"\n{hint}\n")
-        return {"reward": 1.0 - bits / first_bits, "accuracy": float(not left), "guesses": float(num_guesses)}
+            if left:
+                await talk.hear(hint)
+        return {"reward": 1.0 - bits / first_bits, "accuracy": float(not left), "guesses": float(talk.num_turns)}
 
     def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
         """Returns any number that the hints leave, or, in every second turn or so, any of the range: there is something

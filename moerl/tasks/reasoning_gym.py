@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import ExpertTask, SampledTurn, Session
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError, RewardError
+from moerl.errors import ConfigError, RewardError, as_config_error
 from moerl.sections import Count, Positive, Share
+from moerl.tasks.games.talk import Talk
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
 from moerl.tasks.section import TaskSection, of_split, require_prompts
@@ -97,21 +97,15 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         """Returns `reward`: the score of the last answer, times `try_discount` for each try after the first;
         `accuracy`: 1 if that score is 1, else 0; `tries`: the number of answers. An answer that was cut off scores
         0."""
-        score, num_tries = 0.0, 0
-        chat = Conversation.of(prompt, session) if self.has_chats else None
-        while num_tries < self.config.max_tries and score < 1.0 and not session.is_over:
-            turn = await (chat or session).sample()
-            num_tries += 1
-            answer = self._answer(turn)
+        score, talk = 0.0, Talk.of(prompt, session)
+        while talk.num_turns < self.config.max_tries and score < 1.0 and not session.is_over:
+            answer = self._answer(await talk.sample())
             score = 0.0
             if answer is not None:
                 score = (await asyncio.wrap_future(self._pool.submit(prompt, answer)))["reward"]
             if score < 1.0:
-                feedback = NO_ANSWER if answer is None and self.has_chats else WRONG
-                if chat is not None:
-                    await chat.observe({"role": "user", "content": feedback})
-                else:
-                    session.observe(f"\n{feedback}\n")
+                await talk.hear(NO_ANSWER if answer is None and self.has_chats else WRONG)
+        num_tries = talk.num_turns
         reward = score * self.config.try_discount ** (num_tries - 1)
         return {"reward": reward, "accuracy": float(score >= 1.0), "tries": float(num_tries)}
 
@@ -136,7 +130,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         try:
             self._pool.submit(self.prompts("train", 1)[0], "1").result()
         except RewardError as error:
-            raise ConfigError(error.what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+            raise as_config_error(error, error.what) from error
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns questions with their answers, the texts of the environment, and the roles of messages."""

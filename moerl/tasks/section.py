@@ -92,15 +92,17 @@ def of_split[T](splits: Mapping[str, T], split: str) -> T:
     return splits[split]
 
 
-def require_prompts(task: str, split: str, count: int, size: int, keys: str) -> None:
+def require_prompts(task: str, split: str, count: int, size: int, keys: str = "", remedy: str = "") -> None:
     """Raises `ConfigError` unless a split of `size` prompts has the first `count`.
 
-    keys: those to raise for more prompts.
+    Args:
+        keys: those to raise for more prompts.
+        remedy: in place of `keys`.
     """
     if not 0 <= count <= size:
         raise ConfigError(
             f"the {split} split of {task} does not have that many prompts",
             seen=count,
             expected=f"0 to {size}",
-            remedy=f"ask for fewer prompts, or raise {keys}",
+            remedy=remedy or f"ask for fewer prompts, or raise {keys}",
         )

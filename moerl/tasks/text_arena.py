@@ -18,7 +18,7 @@ from moerl.errors import SessionOverError
 from moerl.sections import Count
 from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
 from moerl.tasks.games.talk import Talk
-from moerl.tasks.games.textarena_game import Game, PlayerResult
+from moerl.tasks.games.textarena_game import Game
 
 
 class TextArenaTaskConfig(SeedsSection):
@@ -34,14 +34,10 @@ class TextArenaTaskConfig(SeedsSection):
         return TextArenaTask(self)
 
 
-class TextArenaTask(SeedsTask):
+class TextArenaTask(SeedsTask[TextArenaTaskConfig]):
     """One game for each seed."""
 
     repeatable = True
-
-    def __init__(self, config: TextArenaTaskConfig) -> None:
-        super().__init__(config)
-        self._config = config
 
     def openings(self, seeds: Sequence[int]) -> list[str]:
         return [self._game(seed).opening for seed in seeds]
@@ -56,11 +52,11 @@ class TextArenaTask(SeedsTask):
         """
         game = await in_thread(lambda: self._game(prompt.facts["seed"]))
         require_opening(prompt, game.opening)
-        first = Talk.of(prompt, session, self._config.max_turn_tokens)
+        first = Talk.of(prompt, session, self.config.max_turn_tokens)
         # None for a player whose first sight leaves no room to sample.
         talks: dict[int, Talk | None] = {game.first: first}
         number, seen = game.first, ""
-        for _ in range(self._config.max_moves):
+        for _ in range(self.config.max_moves):
             if number not in talks:
                 talks[number] = None
                 with suppress(SessionOverError):  # what the others wrote must not end the run
@@ -75,18 +71,10 @@ class TextArenaTask(SeedsTask):
         results = game.results()
         for player, talk in talks.items():
             if talk is not None:
-                talk.session.rewards.update(_rewards(results[player], talk, game))
+                result = results[player]
+                ended = {"invalid": float(result.was_invalid), "finished": float(game.is_over)}
+                talk.session.rewards |= talk.rewards(result.reward) | ended
         return dict(session.rewards)
 
     def _game(self, seed: int) -> Game:
-        return Game(self._config.game, self._config.num_players, seed)
-
-
-def _rewards(result: PlayerResult, talk: Talk, game: Game) -> dict[str, float]:
-    return {
-        "reward": result.reward,
-        "accuracy": float(result.reward >= 1.0),
-        "turns": float(talk.num_turns),
-        "invalid": float(result.was_invalid),
-        "finished": float(game.is_over),
-    }
+        return Game(self.config.game, self.config.num_players, seed)

@@ -11,7 +11,7 @@ from moerl.errors import ConfigError
 from moerl.tasks.data.rows import Problem
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import SPLITS, Cut, join, split_set
-from moerl.tasks.section import of_split
+from moerl.tasks.section import of_split, require_prompts
 
 
 class ProblemRows(DemonstrationTask, ChatTask):
@@ -42,13 +42,8 @@ class ProblemRows(DemonstrationTask, ChatTask):
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
         problems = self.problems(split)
-        if not 0 <= count <= len(problems):
-            raise ConfigError(
-                f"the {split} split of the data does not have that many prompts",
-                seen=count,
-                expected=f"0 to {len(problems)}",
-                remedy="add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction",
-            )
+        remedy = "add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction"
+        require_prompts("the data", split, count, len(problems), remedy=remedy)
         return [each.prompt for each in problems[:count]]
 
     def place(self, prompt: Prompt) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,6 @@ _NOT_OPTIONS = ("conversation", "messages", "tools", "documents", "chat_template
 
 class RowsSection(SetKeys, TaskSection):
     """Sets of rows, how prompts are made of them, and how they are split."""
-
-    may_change: ClassVar = frozenset[str]()
 
     sets: dict[SetName, SetEntry] = Field(
         description="Several sets by name, each with keys of its own in place of those of the task, and a weight."

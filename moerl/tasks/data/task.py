@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError, RewardError
+from moerl.errors import ConfigError, RewardError, as_config_error
 from moerl.tasks.data.problems import ProblemRows
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import SPLITS, Cut
@@ -81,12 +81,7 @@ class RowsTask(ProblemRows):
             try:
                 rewards = self.scorer.score(first.prompt, first.place, response).result()
             except RewardError as error:
-                raise ConfigError(
-                    f"task.reward: tried before the run, {error.what}",
-                    seen=error.seen,
-                    expected=error.expected,
-                    remedy=error.remedy,
-                ) from error
+                raise as_config_error(error, f"task.reward: tried before the run, {error.what}") from error
             unscored = [name for name, value in rewards.items() if name.endswith(f".{UNSCORED}") and value]
             if unscored:
                 # A harmless response fails, so others will fail, too, and each would silently get 0.

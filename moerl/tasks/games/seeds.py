@@ -38,7 +38,7 @@ class SeedsSection(TaskSection):
     )
 
 
-class SeedsTask(EpisodeTask, ChatTask):
+class SeedsTask[C: SeedsSection](EpisodeTask, ChatTask):
     """Prompts that are the first texts of an environment, one for each seed. A subclass plays them.
 
     The splits have different seeds. An environment with few beginnings has the same ones in each.
@@ -47,9 +47,8 @@ class SeedsTask(EpisodeTask, ChatTask):
     open_vocabulary = True
     """The texts of an environment may hold any character."""
 
-    def __init__(self, config: SeedsSection) -> None:
-        self._name, self._text_as = str(config.name), config.text_as
-        self.turn_seconds = config.turn_seconds
+    def __init__(self, config: C) -> None:
+        self.config, self.turn_seconds = config, config.turn_seconds
         self._sizes = {"train": config.num_train, "dev": config.num_dev, "heldout": config.num_heldout}
         self._prompts: dict[str, list[Prompt]] = {split: [] for split in self._sizes}
 
@@ -67,19 +66,19 @@ class SeedsTask(EpisodeTask, ChatTask):
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, begun when needed. `ConfigError` if the split has fewer."""
-        require_prompts(self._name, split, count, self.size(split), f"task.num_{split}")
+        require_prompts(self.config.name, split, count, self.size(split), f"task.num_{split}")
         known = self._prompts[split]
         if len(known) < count:
             seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
             for seed, opening in zip(seeds, self.openings(seeds), strict=True):
                 text, chat = ("", chat_of(opening)) if self.has_chats else (f"{opening}\n", None)
-                prompt_id = f"{self._name}-{split}-{seed - FIRST_SEED[split]}"
+                prompt_id = f"{self.config.name}-{split}-{seed - FIRST_SEED[split]}"
                 known.append(Prompt(prompt_id, text, {"seed": seed, "opening": opening}, chat))
         return known[:count]
 
     @property
     def has_chats(self) -> bool:
-        return self._text_as == "chat"
+        return self.config.text_as == "chat"
 
     def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
         for split, size in self._sizes.items():

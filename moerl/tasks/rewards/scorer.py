@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,13 +65,10 @@ class RewardScorer:
             place: place of the prompt's row, for messages.
         """
         text = response.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return _Sum(self, prompt, place, text)
+        asked = [part.source.submit(prompt, text) for part in self._parts]
+        return _Sum(asked, lambda: self._total(asked, prompt, place, text))
 
-    def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
-        """Asks each part, in their order."""
-        return [part.source.submit(prompt, response) for part in self._parts]
-
-    def total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
+    def _total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
         """Returns the rewards of a response whose parts are all done. Raises as the future of `score`."""
         found = dict[str, Rewards]()
         for part, future in zip(self._parts, parts, strict=True):
@@ -120,15 +117,13 @@ def _share(weight: float, rewards: Rewards) -> float:
 
 
 class _Sum(Future[Rewards]):
-    """Future of all parts: done once they are done; its `cancel` cancels them."""
+    """Future of all parts: done once they are done, with what `total` returns; its `cancel` cancels them."""
 
-    def __init__(self, scorer: RewardScorer, prompt: Prompt, place: str, response: str) -> None:
+    def __init__(self, parts: Sequence[Future[Rewards]], total: Callable[[], Rewards]) -> None:
         super().__init__()
-        self._scorer, self._asked = scorer, (prompt, place, response)
+        self._parts, self._total, self._num_left = parts, total, len(parts)
         self._lock = threading.Lock()
-        self._parts = scorer.submit(prompt, response)
-        self._num_left = len(self._parts)
-        for part in self._parts:
+        for part in parts:
             part.add_done_callback(self._count)
 
     def cancel(self) -> bool:
@@ -145,7 +140,7 @@ class _Sum(Future[Rewards]):
         if not is_last or self.cancelled() or not self.set_running_or_notify_cancel():
             return
         try:
-            self.set_result(self._scorer.total(self._parts, *self._asked))
+            self.set_result(self._total())
         except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
             self.set_exception(error)
 
