@@ -25,8 +25,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
-from moerl.episodes.limits import EpisodeLimits, Meter
-from moerl.episodes.patience import Patience
+from moerl.episodes.limits import EpisodeLimits, Meter, Patience
 from moerl.episodes.session import Texts, TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer

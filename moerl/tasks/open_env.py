@@ -80,12 +80,13 @@ class Environment:
             NoAnswerError: the server does not answer.
         """
         answer = await self._socket.ask({"type": kind, "data": data}, self._seconds)
+        fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
         try:
-            if isinstance(answer, dict) and cast("dict[str, Any]", answer).get("type") == "error":
-                raise _refused(kind, msgspec.convert(cast("dict[str, Any]", answer).get("data"), _Refusal))
-            if not isinstance(answer, dict) or cast("dict[str, Any]", answer).get("type") != "observation":
+            if fields.get("type") == "error":
+                raise _refused(kind, msgspec.convert(fields.get("data"), _Refusal))
+            if fields.get("type") != "observation":
                 raise NoAnswerError("no answer of OpenEnv", seen=repr(answer)[:_SHOWN], expected="an observation")
-            return msgspec.convert(cast("dict[str, Any]", answer).get("data"), EnvironmentStep)
+            return msgspec.convert(fields.get("data"), EnvironmentStep)
         except msgspec.ValidationError as error:
             raise NoAnswerError(
                 "no answer of OpenEnv", seen=str(error), expected="observation, reward and done"

@@ -60,7 +60,6 @@ class ReasoningGymTaskConfig(TaskSection):
 class ReasoningGymTask(ExpertTask, ChatTask):
     """Problems of a set, in splits that are disjoint by the text of the question."""
 
-    open_vocabulary = True
     repeatable = True
 
     def __init__(self, config: ReasoningGymTaskConfig) -> None:

@@ -64,8 +64,7 @@ class SelfPlayTask(ExpertTask):
 
     def __init__(self, config: SelfPlayTaskConfig) -> None:
         self.config = config
-        self._bounds = config.sums
-        self._sums = ChainSumTask(self._bounds)
+        self._sums = ChainSumTask(config.sums)
 
     def size(self, split: str) -> int:
         return self._sums.size(split)
@@ -135,7 +134,7 @@ class SelfPlayTask(ExpertTask):
         return Prompt("", text, {"expression": expression, "answer": answer, "num_terms": num_terms})
 
     def _is_valid(self, expression: str) -> bool:
-        bounds = self._bounds
+        bounds = self._sums.config
         if not _SUM.fullmatch(expression):
             return False
         terms = expression.split()[::2]

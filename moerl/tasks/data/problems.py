@@ -22,9 +22,6 @@ class ProblemRows(DemonstrationTask, ChatTask):
         response_keys: override that names the column of demonstrations, for errors.
     """
 
-    open_vocabulary = True
-    """The texts of this task may hold any character."""
-
     def __init__(self, sets: Sequence[DataSet], cut: Cut, *, response_keys: str) -> None:
         self._response_keys = response_keys
         found = [split_set(data, cut) for data in sets]

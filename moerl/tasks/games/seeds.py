@@ -44,9 +44,6 @@ class SeedsTask[C: SeedsSection](EpisodeTask, ChatTask):
     The splits have different seeds. An environment with few beginnings has the same ones in each.
     """
 
-    open_vocabulary = True
-    """The texts of an environment may hold any character."""
-
     def __init__(self, config: C) -> None:
         self.config, self.turn_seconds = config, config.turn_seconds
         self._sizes = {"train": config.num_train, "dev": config.num_dev, "heldout": config.num_heldout}

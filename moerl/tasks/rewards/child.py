@@ -173,17 +173,18 @@ class RewardChild:
 
     def _show(self) -> None:
         """Shows what was printed."""
-        data = self._prints.read(_READ_BYTES)
-        if data == b"":
-            self._heard.discard(self._prints)
-        self._shown.feed(data or b"", sys.stderr)
+        self._shown.feed(self._take(self._prints), sys.stderr)
 
     def _hear(self) -> None:
         """Reads what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
-        data = self._faults.read(_READ_BYTES)
+        self._said = (self._said + self._take(self._faults))[:_READ_BYTES]
+
+    def _take(self, pipe: IO[bytes]) -> bytes:
+        """Reads what has come by a pipe, which is not waited for any more once it has ended."""
+        data = pipe.read(_READ_BYTES)
         if data == b"":
-            self._heard.discard(self._faults)
-        self._said = (self._said + (data or b""))[:_READ_BYTES]
+            self._heard.discard(pipe)
+        return data or b""
 
     def _status(self) -> bytes:
         self._hear()

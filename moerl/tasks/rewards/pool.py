@@ -37,10 +37,14 @@ class RewardPool:
     Args:
         processes: one for each worker, at least one; none is started yet.
         batch_size: most responses of one call of a process. It gets those that wait, and waits for no more.
+
+    Attributes:
+        num_processes: processes that there will be, at most.
     """
 
     def __init__(self, processes: Sequence[RewardProcess], batch_size: int = 1) -> None:
         self._processes, self._batch_size = processes, batch_size
+        self.num_processes = len(processes)
         self._threads: list[threading.Thread] = []
         self._queue: deque[_Call] = deque()
         self._num_idle = 0
@@ -62,11 +66,6 @@ class RewardPool:
                 thread.start()
             self._changed.notify()
         return future
-
-    @property
-    def num_processes(self) -> int:
-        """Most processes that there will be."""
-        return len(self._processes)
 
     def place(self, make_child: MakeChild) -> None:
         """Runs the function in processes that `make_child` starts, from now on. Call while no reward is awaited."""

@@ -48,11 +48,15 @@ class RewardScorer:
     Args:
         parts: at least one.
         accuracy: name of the part whose accuracy is reported.
+
+    Attributes:
+        num_processes: processes that functions of all parts run in, at most.
     """
 
     def __init__(self, parts: Sequence[WeightedReward], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
         self._pools = [part.source for part in parts if isinstance(part.source, RewardPool)]
+        self.num_processes = sum(pool.num_processes for pool in self._pools)
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
         """Asks for the rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name.
@@ -93,11 +97,6 @@ class RewardScorer:
             rewards[name] = values["reward"]
             rewards |= {f"{name}.{key}": each for key, each in values.items() if key not in ("reward", "accuracy")}
         return rewards
-
-    @property
-    def num_processes(self) -> int:
-        """Most processes that functions of all parts run in."""
-        return sum(pool.num_processes for pool in self._pools)
 
     def place(self, make_child: MakeChild) -> None:
         """Places the processes of all parts, as `RewardPool.place` does those of one."""
