@@ -150,11 +150,7 @@ class ChatDoor:
             except BaseException:
                 for task in tasks:
                     task.cancel()
-                ends = await asyncio.gather(*tasks, return_exceptions=True)
-                for branch, end in zip(branches, ends, strict=True):
-                    if not isinstance(end, BaseException):
-                        branch.conversation.retract()
-                        branch.session.retract()
+                _forget(branches, await asyncio.gather(*tasks, return_exceptions=True))
                 raise
         finally:
             for branch in branches:
@@ -242,6 +238,14 @@ class ChatDoor:
             expected="messages so far as they were sent and answered, and others behind",
             remedy="send the history unchanged; for a conversation of its own, begin without answers",
         )
+
+
+def _forget(branches: Sequence[Branch], ends: Sequence[object]) -> None:
+    """Forgets the answers that were sampled. ends: of sampling, by branch."""
+    for branch, end in zip(branches, ends, strict=True):
+        if not isinstance(end, BaseException):
+            branch.conversation.retract()
+            branch.session.retract()
 
 
 def _before(text: str, stop: Sequence[str]) -> tuple[str, str | None]:

@@ -67,7 +67,6 @@ EXAMINED = {
     "moerl/rollout/fleet/updates.py: failed": "a list",
     "moerl/rollout/sglang/backend.py: close": "a client, asynchronously",
     "moerl/rollout/sglang/launchers.py: stop": "ends its own process and discards files",
-    "moerl/tasks/rewards/process.py: close": "ends its own process",
     "moerl/tasks/tools/mcp_server.py: __aexit__": "its error is noted",
     "moerl/telemetry/spans.py: _clock": "a clock",
     "moerl/telemetry/trackers/sink.py: end": "closes a socket and ends its own process",
