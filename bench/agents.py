@@ -29,7 +29,8 @@ from moerl.contract.trajectory import (
     Turn,
     TurnKind,
 )
-from moerl.episodes.play import Episode, Texts, play
+from moerl.episodes.play import Episode, play
+from moerl.episodes.session import Texts
 from moerl.http.client import HttpClient, Request
 from moerl.http.keys import Key
 

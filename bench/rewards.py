@@ -12,6 +12,7 @@ from pathlib import Path
 
 from _report import Result, command_line, json_argument, report
 
+from moerl.contract.ports import Prompt
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
 
@@ -58,7 +59,7 @@ def _measure(workers: int) -> list[Result]:
 def _step(pool: RewardPool) -> tuple[float, float]:
     """Wall and CPU seconds of the controller."""
     start, cpu = time.perf_counter(), time.process_time()
-    futures = [pool.submit({"row": row}, "x" * (row % 7)) for row in range(NUM_RESPONSES)]
+    futures = [pool.submit(Prompt("", "", {"row": row}), "x" * (row % 7)) for row in range(NUM_RESPONSES)]
     for row, future in enumerate(futures):
         assert future.result()["reward"] == row % 7, "each response has its own reward"
     return time.perf_counter() - start, time.process_time() - cpu

@@ -60,6 +60,11 @@ class ConfigError(MoerlError):
     """Error of the configuration: unknown key, wrong type, impossible combination."""
 
 
+def as_config_error(error: MoerlError, what: str) -> ConfigError:
+    """Returns an error of the configuration that has a clause of its own and otherwise says what another error says."""
+    return ConfigError(what, seen=error.seen, expected=error.expected, remedy=error.remedy)
+
+
 class ContractError(MoerlError):
     """Breach of the data contract by a trajectory or frame; the record is quarantined, never repaired.
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -36,6 +39,11 @@ def find_sections[S: Section](package: ModuleType, base: type[S], without: str) 
         if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
         if value is not base
     ]
+
+
+def one_of(sections: Sequence[type[Section]], name: str) -> Any:
+    """Returns the type of a section that is one of these; the key `name` says which."""
+    return Annotated[reduce(or_, sections), Field(discriminator=name)]
 
 
 UNSHOWN = "unshown"

@@ -27,16 +27,16 @@ def check_function(key: str, name: str) -> None:
     module, _, function = name.partition(":")
     spec = _find(module)
     if spec is None:
-        raise _not_loaded(key, name, f"no module {module}")
+        raise not_loaded(key, name, f"no module {module}")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
         table = symtable.symtable(Path(spec.origin).read_text(encoding="utf-8"), spec.origin, "exec")
     except (SyntaxError, ValueError, OSError) as error:
-        raise _not_loaded(key, name, f"{type(error).__name__}: {error}") from error
+        raise not_loaded(key, name, f"{type(error).__name__}: {error}") from error
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     if function not in names and "import *" not in Path(spec.origin).read_text(encoding="utf-8"):
-        raise _not_loaded(key, name, f"{spec.origin} defines no {function}")
+        raise not_loaded(key, name, f"{spec.origin} defines no {function}")
 
 
 @functools.cache
@@ -47,9 +47,9 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # process boundary: a user's module can raise anything
-        raise _not_loaded(key, name, f"{type(error).__name__}: {error}") from error
+        raise not_loaded(key, name, f"{type(error).__name__}: {error}") from error
     if not callable(function):
-        raise _not_loaded(key, name, f"module {module} has no function {attribute}")
+        raise not_loaded(key, name, f"module {module} has no function {attribute}")
     return function
 
 
@@ -73,7 +73,8 @@ def _find(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _not_loaded(key: str, name: str, seen: str) -> ConfigError:
+def not_loaded(key: str, name: str, seen: str) -> ConfigError:
+    """Returns the error for a function that cannot be imported. key: key of the configuration that names it."""
     return ConfigError(
         f"{key}: cannot import {name}",
         seen=seen,

@@ -15,7 +15,8 @@ from factories import FULL, make_trajectory
 from moerl.contract.episodes import AgentEndpoint, Message, Session, in_thread
 from moerl.contract.ports import Chat, Prompt, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage
-from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.play import Episode, PlayedEpisode, play
+from moerl.episodes.session import Texts
 
 END, END_TEXT = 1, "<|im_end|>"
 _CHARACTERS = string.printable[:97]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moerl.contract.episodes import Message
-from moerl.episodes.play import Texts
+from moerl.episodes.session import Texts
 
 
 def _encode(text: str) -> list[int]:

@@ -15,7 +15,8 @@ from factories import FULL
 from moerl.config.load import load_config
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import TURN_REWARDS, Lineage
-from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.play import Episode, PlayedEpisode, play
+from moerl.episodes.session import Texts
 from moerl.tasks.games.seeds import SeedsTask
 
 _KNOWN = {*string.printable[:97]}
@@ -26,7 +27,7 @@ def encode(text: str) -> list[int]:
     return encode_printable("".join(each if each in _KNOWN else "?" for each in text))
 
 
-def opened(*overrides: str) -> SeedsTask:
+def opened(*overrides: str) -> SeedsTask[Any]:
     """Opens a task as a run does, with prompts that are written."""
     keys = ("recipe=tiny", "sft.steps=0", "task.num_train=4", "task.num_dev=2", "task.num_heldout=2")
     task = load_config([*keys, *overrides], command="train").task.open()
@@ -42,7 +43,7 @@ def _written(prompt: Prompt) -> Prompt:
     return Prompt(prompt.prompt_id, text, prompt.facts, prompt.chat)
 
 
-def played(task: SeedsTask, *answers: str, number: int = 0, max_tokens: int = 8000) -> PlayedEpisode:
+def played(task: SeedsTask[Any], *answers: str, number: int = 0, max_tokens: int = 8000) -> PlayedEpisode:
     """Plays a training prompt; the policy says the answers, whichever player is asked."""
     prompt = task.prompts("train", number + 1)[number]
     request = RolloutRequest(Lineage("r0", prompt.prompt_id, "g"), tuple(encode(prompt.text)), FULL, max_tokens, (1,))

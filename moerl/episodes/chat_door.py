@@ -14,10 +14,11 @@ with, goes on there, and encodes only what is new; so every token that was sampl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moerl.contract.conversation import Conversation
@@ -25,7 +26,15 @@ from moerl.contract.episodes import SampledTurn
 from moerl.contract.ports import Chat
 from moerl.contract.tool_calls import ToolFormat
 from moerl.contract.trajectory import FinishReason
-from moerl.episodes.chat_request import ChatMessage, ChatRequest, Wire, function_call, read_fields, require_sampling
+from moerl.episodes.chat_request import (
+    ChatMessage,
+    ChatRequest,
+    Wire,
+    function_call,
+    read_fields,
+    require_sampling,
+    token_usage,
+)
 from moerl.episodes.session import TokenSession
 from moerl.errors import EpisodeError
 from moerl.http.server import JsonReply
@@ -41,10 +50,13 @@ class Branch:
     """Its messages, with the policy's answers as they were sampled."""
     shown: list[ChatMessage]
     """The same messages as a client knows them: calls stand apart from the text."""
-    num_tokens: int
+    num_tokens: int = field(init=False)
     """Tokens of its session behind the latest answer, or of its prompt."""
     is_busy: bool = False
     """True while an answer is being sampled."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.session.token_ids)
 
     @property
     def session(self) -> TokenSession:
@@ -86,22 +98,26 @@ class _Choice:
 
 
 class ChatDoor:
-    """Conversations of one episode, by their messages. Belongs to the event loop of the episodes."""
+    """Conversations of one episode, by their messages. Belongs to the event loop of the episodes.
+
+    Attributes:
+        ignored: fields of requests that are left aside.
+    """
 
     def __init__(self, session: TokenSession, conversation: Conversation, ignored: Collection[str]) -> None:
-        self._session, self._ignored = session, ignored
+        self._session, self.ignored = session, ignored
         # A template may know more fields of the task's messages than a client can send.
-        known = [
-            {name: each[name] for name in ChatMessage.model_fields if name in each} for each in conversation.messages
+        shown = [
+            ChatMessage.model_validate({name: each[name] for name in ChatMessage.model_fields if name in each})
+            for each in conversation.messages
         ]
-        shown = [ChatMessage.model_validate(each) for each in known]
-        self._branches = [Branch(conversation, shown, len(session.token_ids))]
+        self._branches = [Branch(conversation, shown)]
         self._formats: dict[str, ToolFormat] = {}
-        self._num_calls = 0
+        self._call_numbers = itertools.count(1)
 
     async def complete(self, body: object) -> JsonReply:
         """Answers a request. Raises MoerlError if it cannot be carried out."""
-        request = read_fields(ChatRequest, _WHAT, body, self._ignored)
+        request = read_fields(ChatRequest, _WHAT, body, self.ignored)
         whole = await self.completion(request, Wire(_WHAT, [f"message {i}" for i in range(len(request.messages))]))
         return JsonReply(_chunks(whole, request), is_stream=True) if request.stream else JsonReply(whole)
 
@@ -109,7 +125,17 @@ class ChatDoor:
         """Returns the completion of a request. Raises MoerlError, in the words of the wire, if it cannot be carried
         out."""
         require_sampling(wire.name, request, self._session.request.sampling)
-        return _completion(request, await self._choices(request, wire))
+        choices = await self._choices(request, wire)
+        first = choices[0]
+        content: dict[str, Any] = {
+            "id": f"chatcmpl-{first.branch.session.rollout_id}-{first.branch.conversation.num_turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.model,
+            "choices": [_choice(request, index, each) for index, each in enumerate(choices)],
+            "usage": token_usage(len(first.prompt_ids), sum(len(each.turn.token_ids) for each in choices)),
+        }
+        return content | ({"prompt_token_ids": list(first.prompt_ids)} if request.return_token_ids else {})
 
     async def _choices(self, request: ChatRequest, wire: Wire) -> list[_Choice]:
         """Returns all answers, or none: if one fails, or the client gives up, the others are forgotten."""
@@ -154,18 +180,14 @@ class ChatDoor:
                 raise self._foreign_answer(request, wire)
             chat = Chat(tuple(each.plain() for each in request.messages), tools)
             name = f"agent-{len(self._branches)}"
-            found = self._begun(await Conversation.opened(self._session, chat, name), list(request.messages))
+            found = Branch(await Conversation.opened(self._session, chat, name), list(request.messages))
+            self._branches.append(found)
         elif not is_open:
             shown = found.shown[: found.conversation.length(num_turns)]
-            found = self._begun(found.conversation.fork(num_turns), shown)
+            found = Branch(found.conversation.fork(num_turns), shown)
+            self._branches.append(found)
         found.is_busy = True
         return found
-
-    def _begun(self, conversation: Conversation, shown: list[ChatMessage]) -> Branch:
-        session = conversation.session
-        assert isinstance(session, TokenSession)
-        self._branches.append(Branch(conversation, shown, len(session.token_ids)))
-        return self._branches[-1]
 
     async def _sample(self, branch: Branch, request: ChatRequest) -> tuple[SampledTurn, tuple[int, ...]]:
         """Returns an answer, and the ids before it."""
@@ -182,11 +204,10 @@ class ChatDoor:
     def _message(self, text: str, tool_format: ToolFormat | None) -> ChatMessage:
         """Returns an answer as a client is to see it, and to send it back."""
         content, calls = (text, []) if tool_format is None else tool_format.parse(text)
-        written: list[dict[str, Any]] = []
-        for call in calls:
-            self._num_calls += 1
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            written.append(function_call(f"call_{self._num_calls}", call.name, arguments))
+        written = [
+            function_call(f"call_{next(self._call_numbers)}", call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for call in calls
+        ]
         return ChatMessage(role="assistant", content=content, tool_calls=written)
 
     async def _format(self, request: ChatRequest) -> ToolFormat | None:
@@ -243,24 +264,6 @@ def used_beside(seen: int, expected: int) -> EpisodeError:
     )
 
 
-def _completion(request: ChatRequest, choices: Sequence[_Choice]) -> dict[str, Any]:
-    """Returns the body of an answer."""
-    num_prompt, num_sampled = len(choices[0].prompt_ids), sum(len(each.turn.token_ids) for each in choices)
-    content: dict[str, Any] = {
-        "id": f"chatcmpl-{choices[0].branch.session.rollout_id}-{choices[0].branch.conversation.num_turns}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [_choice(request, index, each) for index, each in enumerate(choices)],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_sampled,
-            "total_tokens": num_prompt + num_sampled,
-        },
-    }
-    return content | ({"prompt_token_ids": list(choices[0].prompt_ids)} if request.return_token_ids else {})
-
-
 def _choice(request: ChatRequest, index: int, choice: _Choice) -> dict[str, Any]:
     turn, message = choice.turn, choice.message
     shown: dict[str, Any] = {"role": "assistant", "content": message.content or None}
@@ -285,7 +288,7 @@ def _logprobs(choice: _Choice) -> list[Mapping[str, Any]]:
     session = choice.branch.session
     rows: list[Mapping[str, Any]] = []
     for token, logprob in zip(choice.turn.token_ids, choice.turn.logprobs, strict=True):
-        text = session.voice.decode([token])
+        text = session.voice.texts.decode([token])
         rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
     return rows
 

@@ -201,6 +201,12 @@ def _parsed(arguments: object) -> object:
         return arguments
 
 
+def token_usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """Returns the numbers of tokens as an answer has them."""
+    total = num_prompt + num_sampled
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": total}
+
+
 def refused(what: str, seen: object, expected: str) -> EpisodeError:
     """Returns the error for a field."""
     text = repr(seen)

@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import AgentEndpoint
 from moerl.contract.ports import Prompt
+from moerl.episodes import messages_door, responses_door
 from moerl.episodes.chat_door import ChatDoor, used_beside
-from moerl.episodes.messages_door import MessagesDoor
-from moerl.episodes.responses_door import ResponsesDoor
 from moerl.episodes.session import TokenSession
 from moerl.episodes.token_door import TokenDoor
 from moerl.errors import MoerlError, SessionOverError
@@ -32,8 +31,6 @@ async def open_door(
     if session.token_ids != list(session.request.prompt_ids):
         raise used_beside(len(session.token_ids), len(session.request.prompt_ids))
     chat = None if prompt.chat is None else ChatDoor(session, Conversation.of(prompt, session), ignored)
-    messages = None if chat is None else MessagesDoor(chat, ignored)
-    responses = None if chat is None else ResponsesDoor(chat, ignored)
     tokens = TokenDoor(session, ignored)
 
     async def answer(method: str, path: str, body: object) -> JsonReply:
@@ -42,10 +39,10 @@ async def open_door(
             match method, path:
                 case "POST", "/v1/chat/completions" if chat is not None:
                     return await chat.complete(body)
-                case "POST", "/v1/messages" if messages is not None:
-                    return await messages.create(body)
-                case "POST", "/v1/responses" if responses is not None:
-                    return await responses.create(body)
+                case "POST", "/v1/messages" if chat is not None:
+                    return await messages_door.create(chat, body)
+                case "POST", "/v1/responses" if chat is not None:
+                    return await responses_door.create(chat, body)
                 case "POST", "/inference/v1/generate":
                     return await tokens.generate(body)
                 case "GET", "/v1/models":

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledTurn, in_thread
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.episodes.play import Texts
-from moerl.errors import ConfigError, EpisodeError, MoerlError, closing
+from moerl.episodes.session import Texts
+from moerl.errors import ConfigError, EpisodeError, MoerlError, as_config_error, closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,17 @@ class ExpertSession:
     """Tokens so far."""
     family: list[ExpertSession]
     """All sessions of the episode, oldest first."""
-    first: int = 0
-    """Number of tokens that were there before the session began."""
     turns: list[ExpertTurn] = field(default_factory=list[ExpertTurn])
     """Turns so far."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Rewards as in `Session`; nobody reads them."""
     _texts: list[str] = field(default_factory=list[str])
+    _num_first: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.family.append(self)
         self._texts.append(self.text)
+        self._num_first = len(self.ids)
         if self.is_over:
             raise EpisodeError(
                 "episode: a prompt leaves no room to sample",
@@ -118,12 +118,11 @@ class ExpertSession:
             raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"0 to {len(self.turns)}")
         else:
             text = self._texts[num_turns]
-            ids = self.ids[: self.turns[num_turns - 1].end if num_turns else self.first]
-        return ExpertSession(self.rules, agent_id, text, ids, self.family, len(ids))
+            ids = self.ids[: self.turns[num_turns - 1].end if num_turns else self._num_first]
+        return ExpertSession(self.rules, agent_id, text, ids, self.family)
 
     def open(self, text: str, agent_id: str = "") -> ExpertSession:
-        ids = self.rules.texts.encode(text)
-        return ExpertSession(self.rules, agent_id, text, ids, self.family, len(ids))
+        return ExpertSession(self.rules, agent_id, text, self.rules.texts.encode(text), self.family)
 
     def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
         raise EpisodeError("episode: an expert has no door", seen="session.serve", expected="session.sample")
@@ -151,27 +150,16 @@ def play_expert(
     Raises:
         ConfigError: an episode fails, or none of its turns is whole; the error names the prompt.
     """
-    with closing(asyncio.new_event_loop()) as loop:
-        return loop.run_until_complete(_play_all(task, prompts, texts, end, max_new_tokens, seed))
 
-
-async def _play_all(
-    task: ExpertTask, prompts: Sequence[Prompt], texts: Texts, end: int, max_new_tokens: int, seed: int
-) -> list[ExpertSession]:
-    found: list[ExpertSession] = []
-    for prompt in prompts:
-
-        def turn(agent_id: str, text: str, prompt: Prompt = prompt) -> str:
-            return task.expert(prompt, agent_id, text, seed)
-
+    async def played(prompt: Prompt) -> list[ExpertSession]:
         ids, family = texts.encode(prompt.text), list[ExpertSession]()
-        rules = ExpertRules(turn, texts, end, len(ids) + max_new_tokens)
+        rules = ExpertRules(
+            lambda agent_id, text: task.expert(prompt, agent_id, text, seed), texts, end, len(ids) + max_new_tokens
+        )
         try:
-            await task.play(prompt, ExpertSession(rules, "", prompt.text, ids, family, len(ids)))
+            await task.play(prompt, ExpertSession(rules, "", prompt.text, ids, family))
         except MoerlError as error:
-            raise ConfigError(
-                f"{task.place(prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
-            ) from error
+            raise as_config_error(error, f"{task.place(prompt)}: {error.what}") from error
         learned = [session for session in family if any(turn.is_whole for turn in session.turns)]
         if not learned:
             raise ConfigError(
@@ -180,5 +168,7 @@ async def _play_all(
                 expected="a turn that ends",
                 remedy="raise rollout.max_new_tokens",
             )
-        found += learned
-    return found
+        return learned
+
+    with closing(asyncio.new_event_loop()) as loop:
+        return [session for prompt in prompts for session in loop.run_until_complete(played(prompt))]

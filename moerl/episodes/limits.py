@@ -1,9 +1,11 @@
-"""Limits of an episode, and what it has used of them. Belongs to the event loop of the episodes."""
+"""Limits of an episode and of its environment, and what they have used. Belongs to the event loop of the episodes."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 
@@ -29,32 +31,63 @@ class Meter:
         clock: returns seconds.
 
     Attributes:
+        turns: turns that were begun, whether or not they are answered.
+        tokens: tokens that were sampled.
+        calls: calls of tools.
         stopped_by: the limit that kept a turn from beginning, by its name; empty if none did.
     """
 
     def __init__(self, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock, self._start = limits, clock, clock()
-        self._turns = self._tokens = self._calls = 0
+        self.turns = self.tokens = self.calls = 0
         self.stopped_by = ""
-
-    def begin_turn(self) -> None:
-        """Counts a turn, whether or not it is answered."""
-        self._turns += 1
-
-    def add_tokens(self, number: int) -> None:
-        """Counts sampled tokens."""
-        self._tokens += number
-
-    def add_calls(self, number: int) -> None:
-        """Counts calls of tools."""
-        self._calls += number
 
     def stops(self) -> bool:
         """Returns whether no other turn may begin, and notes the limit that is reached."""
         # The last call that is allowed is carried out, and the policy reads its result.
-        used = (self._turns, self._tokens, self._calls - 1, self._clock() - self._start)
+        used = (self.turns, self.tokens, self.calls - 1, self._clock() - self._start)
         for each, number in zip(fields(self._limits), used, strict=True):
             limit: float | None = getattr(self._limits, each.name)
             if limit is not None and number >= limit:
                 self.stopped_by = self.stopped_by or each.name
         return bool(self.stopped_by)
+
+
+@dataclass(eq=False)
+class Patience:
+    """Clock of an environment: stands still while any session of the episode waits for the engine."""
+
+    limit: asyncio.Timeout
+    """Limit of the episode."""
+    seconds: float
+    """Seconds that the environment has from the end of a wait on."""
+    clock: Callable[[], float]
+    """Clock of the limit, in seconds."""
+    num_waiting: int = 0
+    """Sessions that wait for the engine."""
+    environment_seconds: float = 0.0
+    """Seconds so far in which no session waited for the engine."""
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    def ran(self) -> None:
+        """Counts the time since the last wait as the environment's."""
+        if not self.num_waiting:
+            now = self.clock()
+            self.environment_seconds, self._since = self.environment_seconds + now - self._since, now
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        self.ran()
+        self.num_waiting += 1
+        if not self.limit.expired():
+            self.limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self._since = self.clock()
+                if not self.limit.expired():
+                    self.limit.reschedule(self._since + self.seconds)

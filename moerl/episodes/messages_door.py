@@ -12,7 +12,7 @@ An answer comes back as it was given: at most one text, then the calls. All othe
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -177,17 +177,11 @@ class _Request(_Block):
         return request, Wire(_WHAT, places)
 
 
-class MessagesDoor:
-    """Wire of Anthropic's `/v1/messages` in front of a chat door."""
-
-    def __init__(self, chat: ChatDoor, ignored: Collection[str]) -> None:
-        self._chat, self._ignored = chat, ignored
-
-    async def create(self, body: object) -> JsonReply:
-        """Answers a request. Raises MoerlError if it cannot be carried out."""
-        request = read_fields(_Request, _WHAT, body, self._ignored)
-        message = _message(await self._chat.completion(*request.chat()))
-        return JsonReply(_events(message), is_stream=True, names_events=True) if request.stream else JsonReply(message)
+async def create(chat: ChatDoor, body: object) -> JsonReply:
+    """Answers a request by a chat door. Raises MoerlError if it cannot be carried out."""
+    request = read_fields(_Request, _WHAT, body, chat.ignored)
+    message = _message(await chat.completion(*request.chat()))
+    return JsonReply(_events(message), is_stream=True, names_events=True) if request.stream else JsonReply(message)
 
 
 def _joined(blocks: Sequence[_Block]) -> str:

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from moerl.contract.demands import shown
-from moerl.contract.episodes import Message, Session, in_thread
+from moerl.contract.episodes import Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
-from moerl.episodes.limits import EpisodeLimits, Meter
-from moerl.episodes.patience import Patience
-from moerl.episodes.session import TokenSession, Voice
+from moerl.episodes.limits import EpisodeLimits, Meter, Patience
+from moerl.episodes.session import Texts, TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer
 
@@ -68,18 +67,6 @@ class PlayedEpisode:
     """Limit that kept the episode from another turn, by its name in `EpisodeLimits`; empty if none did."""
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The tokenizer of a run, as sessions use it. Any thread."""
-
-    encode: Callable[[str], list[int]]
-    """Returns the ids of a text, without special tokens."""
-    decode: Callable[[Sequence[int]], str]
-    """Returns the text of ids."""
-    render: Callable[[Sequence[Message], Sequence[Message], bool], str]
-    """Writes messages as `Session.render` does, and may take seconds."""
-
-
 def play(
     episodes: Sequence[Episode],
     stream: RolloutStream,
@@ -100,8 +87,7 @@ def play(
     Raises:
         EngineError: of the stream.
     """
-    with closing(stream), closing(_Stage(stream, texts, turn_seconds, limits)) as stage:
-        stage.begin(episodes)
+    with closing(stream), closing(_Stage(episodes, stream, texts, turn_seconds, limits)) as stage:
         for records in stream:
             for record in records:
                 stage.deliver(record, check)
@@ -109,12 +95,8 @@ def play(
         yield from stage.ended()
 
 
-class _BrokenAnswerError(Exception):
-    """Answer to a turn that breaks the contract."""
-
-    def __init__(self, record: RolloutRecord, error: ContractError) -> None:
-        super().__init__(str(error))
-        self.record, self.error = record, error
+_Answer = tuple[RolloutRecord, Trajectory | ContractError]
+"""Answer as it came and as it was checked, or the reason for which it breaks the contract."""
 
 
 class _Play:
@@ -123,16 +105,15 @@ class _Play:
     def __init__(self, stage: _Stage, episode: Episode) -> None:
         self._stage, self._episode = stage, episode
         self._family: list[TokenSession] = []
-        self._broken: _BrokenAnswerError | None = None
+        self._broken: tuple[RolloutRecord, ContractError] | None = None
         self._meter = Meter(stage.limits)
 
     async def run(self) -> PlayedEpisode:
         """Plays it to its end, of whatever kind."""
-        texts, seconds = self._stage.texts, self._stage.turn_seconds
+        seconds = self._stage.turn_seconds
         limit = asyncio.timeout(seconds)
         patience = Patience(limit, seconds, asyncio.get_running_loop().time)
-        serve = partial(open_door, self._stage.server)
-        voice = Voice(self._ask, texts.encode, texts.decode, self._render, patience.waiting, serve)
+        voice = Voice(self._ask, self._stage.texts, patience.waiting, partial(open_door, self._stage.server))
         rewards: list[dict[str, float]] = []
         error, failed_reward = None, None
         try:
@@ -141,7 +122,12 @@ class _Play:
                 named = await self._episode.play(root)
             # Also if the environment has caught the error of its own limit.
             error = _failed(f"no request for {seconds:g} s") if limit.expired() else None
-            rewards = [_checked_rewards({**named, **each.rewards}) for each in self._family if each.turns]
+            rewards = [{**named, **each.rewards} for each in self._family if each.turns]
+            for each in rewards:
+                if "reward" not in each:  # values are checked with the trajectory
+                    raise ContractError(
+                        Reason.REWARD_FAILED, field="rewards", seen=sorted(map(str, each)), expected="one named reward"
+                    )
         except ContractError as broken:
             error = broken
         except RewardError as failed:
@@ -158,20 +144,16 @@ class _Play:
         return self._played(rewards, error, failed_reward, patience.environment_seconds)
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
+        record, turn = await self._stage.ask(request)
         try:
-            record, turn = await self._stage.ask(request)
-            try:
-                check_answer(turn, request.prompt_ids)
-            except ContractError as error:
-                raise _BrokenAnswerError(record, error) from error
-        except _BrokenAnswerError as broken:
+            if isinstance(turn, ContractError):
+                raise turn
+            check_answer(turn, request.prompt_ids)
+        except ContractError as error:
             # The episode is refused, whatever the environment makes of the error.
-            self._broken = self._broken or broken
-            raise broken.error from None
+            self._broken = self._broken or (record, error)
+            raise
         return turn
-
-    async def _render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
-        return await in_thread(lambda: self._stage.texts.render(messages, tools, ask))
 
     def _played(
         self,
@@ -183,8 +165,8 @@ class _Play:
         """Returns the end of the episode. rewards: of each session with a turn, unless there is an error."""
         records: list[RolloutRecord] = []
         if self._broken is not None:
-            error = self._broken.error
-            records.append(self._broken.record)
+            record, error = self._broken
+            records.append(record)
         try:
             for number, session in enumerate(each for each in self._family if each.turns):
                 values = session.record()
@@ -203,23 +185,27 @@ class _Play:
 class _Stage:
     """Episodes that are being played, and their event loop."""
 
-    def __init__(self, stream: RolloutStream, texts: Texts, turn_seconds: float, limits: EpisodeLimits) -> None:
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        stream: RolloutStream,
+        texts: Texts,
+        turn_seconds: float,
+        limits: EpisodeLimits,
+    ) -> None:
         self.texts, self.turn_seconds, self.limits = texts, turn_seconds, limits
         self.is_closing = False
         self.server = JsonServer()
         self._stream = stream
         self._ended: queue.SimpleQueue[PlayedEpisode | Exception] = queue.SimpleQueue()
         # Of the loop alone: what each request that is under way resolves, and those that nobody waits for any more.
-        self._asked: dict[str, asyncio.Future[tuple[RolloutRecord, Trajectory]]] = {}
+        self._asked: dict[str, asyncio.Future[_Answer]] = {}
         self._left: set[str] = set()
         self._tasks: set[asyncio.Task[PlayedEpisode]] = set()
         self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._begin, episodes)
         self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
         self._thread.start()
-
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Starts all episodes, from the loop."""
-        self._loop.call_soon_threadsafe(self._begin, episodes)
 
     def deliver(self, record: RolloutRecord, check: Check) -> None:
         """Checks an answer and hands it to the episode that waits for it."""
@@ -231,11 +217,8 @@ class _Stage:
 
     def ended(self) -> Iterator[PlayedEpisode]:
         """Yields the episodes that have ended since the last call. Raises an error of the engine."""
-        while True:
-            try:
-                found = self._ended.get_nowait()
-            except queue.Empty:
-                return
+        while not self._ended.empty():  # nobody else takes any
+            found = self._ended.get()
             if isinstance(found, Exception):
                 raise found
             yield found
@@ -294,8 +277,8 @@ class _Stage:
             closed = self._loop.create_task(self.server.close())
             closed.add_done_callback(lambda done: self._loop.stop())
 
-    async def ask(self, request: RolloutRequest) -> tuple[RolloutRecord, Trajectory]:
-        """Returns the answer to a request. Raises `_BrokenAnswerError` if it breaks the contract."""
+    async def ask(self, request: RolloutRequest) -> _Answer:
+        """Returns the answer to a request."""
         name = request.lineage.rollout_id
         self._asked[name] = answer = self._loop.create_future()
         try:
@@ -320,20 +303,13 @@ class _Stage:
             return  # given up in this very step: whoever asked has not run yet
         if waiting is None or waiting.done():
             if type(name) is not str or name not in self._left:
-                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), _unrequested(name)))
-        elif isinstance(answer, ContractError):
-            waiting.set_exception(_BrokenAnswerError(record, answer))
+                expected = "the id of a turn that was requested"
+                error = ContractError(
+                    Reason.ROLLOUT_UNREQUESTED, field="rollout_id", seen=shown(name), expected=expected
+                )
+                self._ended.put(PlayedEpisode(name if type(name) is str else "", (record,), error))
         else:
             waiting.set_result((record, answer))
-
-
-def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
-    """Raises ContractError if there is no reward to train on; values are checked with the trajectory."""
-    if "reward" not in rewards:
-        raise ContractError(
-            Reason.REWARD_FAILED, field="rewards", seen=sorted(map(str, rewards)), expected="one named reward"
-        )
-    return rewards
 
 
 def _failed(seen: str) -> ContractError:
@@ -354,9 +330,3 @@ def _text(problem: BaseException) -> str:
         return str(problem) if isinstance(problem, MoerlError) else f"{type(problem).__name__}: {problem}"
     except Exception:  # noqa: BLE001 - code of users
         return type(problem).__name__
-
-
-def _unrequested(name: object) -> ContractError:
-    return ContractError(
-        Reason.ROLLOUT_UNREQUESTED, field="rollout_id", seen=shown(name), expected="the id of a turn that was requested"
-    )

@@ -47,7 +47,8 @@ class RememberingStream(RolloutStream):
 
     def __iter__(self) -> Iterator[list[RolloutRecord]]:
         for records in self._stream:
-            yield [*self._take_ready(), *records]
+            ready = [self._ready.get() for _ in range(self._ready.qsize())]
+            yield [*ready, *records]
 
     def close(self) -> None:
         self._stream.close()
@@ -66,10 +67,3 @@ class RememberingStream(RolloutStream):
         except ContractError:  # its episode is refused
             return
         self._memory.keep(answer, request)
-
-    def _take_ready(self) -> Iterator[RolloutRecord]:
-        while True:
-            try:
-                yield self._ready.get_nowait()
-            except queue.Empty:
-                return

@@ -10,7 +10,7 @@ No response is stored: agents send the whole history. Other items and orders are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field
@@ -151,19 +151,11 @@ class _Request(StrictFields):
         return request, Wire(_WHAT, places)
 
 
-class ResponsesDoor:
-    """Wire of OpenAI's `/v1/responses` in front of a chat door."""
-
-    def __init__(self, chat: ChatDoor, ignored: Collection[str]) -> None:
-        self._chat, self._ignored = chat, ignored
-
-    async def create(self, body: object) -> JsonReply:
-        """Answers a request. Raises MoerlError if it cannot be carried out."""
-        request = read_fields(_Request, _WHAT, body, self._ignored)
-        response = _response(request, await self._chat.completion(*request.chat()))
-        if not request.stream:
-            return JsonReply(response)
-        return JsonReply(_events(response), is_stream=True, names_events=True)
+async def create(chat: ChatDoor, body: object) -> JsonReply:
+    """Answers a request by a chat door. Raises MoerlError if it cannot be carried out."""
+    request = read_fields(_Request, _WHAT, body, chat.ignored)
+    response = _response(request, await chat.completion(*request.chat()))
+    return JsonReply(_events(response), is_stream=True, names_events=True) if request.stream else JsonReply(response)
 
 
 def _joined(parts: Sequence[_Text]) -> str:

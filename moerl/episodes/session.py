@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moerl.contract.demands import is_finite, is_number, shown
-from moerl.contract.episodes import AgentEndpoint, Message, SampledTurn
+from moerl.contract.episodes import AgentEndpoint, Message, SampledTurn, in_thread
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Lineage, Trajectory
@@ -24,18 +24,26 @@ from moerl.errors import EpisodeError, SessionOverError
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """The tokenizer of a run, as sessions use it. Any thread."""
+
+    encode: Callable[[str], list[int]]
+    """Returns the ids of a text, without special tokens."""
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of ids."""
+    render: Callable[[Sequence[Message], Sequence[Message], bool], str]
+    """Writes messages as `Session.render` does, and may take seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Voice:
     """Way of a session to the engine and the tokenizer."""
 
     ask: Callable[[RolloutRequest], Awaitable[Trajectory]]
     """Samples one turn behind exactly the tokens that are sent; raises `ContractError` if its answer breaks the
     contract."""
-    encode: Callable[[str], list[int]]
-    """Returns the ids of a text, without special tokens."""
-    decode: Callable[[Sequence[int]], str]
-    """Returns the text of ids."""
-    render: Callable[[Sequence[Message], Sequence[Message], bool], Awaitable[str]]
-    """Writes messages as `Session.render` does."""
+    texts: Texts
+    """Tokenizer of the run."""
     waiting: Callable[[], AbstractContextManager[None]]
     """Context in which the episode waits for the engine, not for its environment."""
     serve: Callable[[TokenSession, Prompt, Collection[str]], AbstractAsyncContextManager[AgentEndpoint]]
@@ -62,13 +70,15 @@ class TokenSession:
     """New parts of the answers so far."""
     turn_rewards: list[float | None] = field(default_factory=list[float | None])
     """Rewards of the turns so far; None for a turn without one."""
-    _ids: list[int] = field(default_factory=list[int])
+    token_ids: list[int] = field(init=False)
+    """Ids so far, of the prompt, too; only the session changes them."""
+    is_asking: bool = False
+    """True while a turn is being sampled."""
     _num_asked: int = 0
-    _is_asking: bool = False
     _was_limited: bool = False
 
     def __post_init__(self) -> None:
-        self._ids = list(self.request.prompt_ids)
+        self.token_ids = list(self.request.prompt_ids)
         self.family.append(self)
 
     @property
@@ -77,19 +87,9 @@ class TokenSession:
         return self.request.lineage.rollout_id
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        """Ids so far, of the prompt, too."""
-        return self._ids
-
-    @property
     def ends(self) -> list[int]:
         """Number of tokens up to the end of the prompt, and of each sampled turn."""
         return [len(self.request.prompt_ids), *(turn.end for turn in self.turns)]
-
-    @property
-    def is_asking(self) -> bool:
-        """True while a turn is being sampled."""
-        return self._is_asking
 
     @property
     def longest(self) -> int:
@@ -99,7 +99,7 @@ class TokenSession:
 
     @property
     def num_left(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_new_tokens - len(self._ids)
+        return len(self.request.prompt_ids) + self.request.max_new_tokens - len(self.token_ids)
 
     @property
     def is_over(self) -> bool:
@@ -123,30 +123,30 @@ class TokenSession:
         request = replace(
             self.request,
             lineage=lineage,
-            prompt_ids=tuple(self._ids),
+            prompt_ids=tuple(self.token_ids),
             max_new_tokens=min(self.num_left, max_tokens or self.num_left),
             known_rows=max(self._end - 1, 0),
         )
-        self._is_asking = True
-        self.meter.begin_turn()
+        self.is_asking = True
+        self.meter.turns += 1
         try:
             with self.voice.waiting():
                 turn = await self.voice.ask(request)
         finally:
-            self._is_asking = False
-        sampled = turn.token_ids[len(self._ids) :].tolist()
+            self.is_asking = False
+        sampled = turn.token_ids[len(self.token_ids) :].tolist()
         has_end = sampled[-1] in request.stop_ids
         cut = self._first_stop(sampled[:-1] if has_end else sampled, stop)
         if cut is not None:
             sampled, has_end = sampled[:cut], False
-        text = ("" if self.turns else self.prefix) + self.voice.decode(sampled[:-1] if has_end else sampled)
-        end_text = self.voice.decode(sampled[-1:]) if has_end else ""
-        start, end = len(self._ids), len(self._ids) + len(sampled)
+        text = ("" if self.turns else self.prefix) + self.voice.texts.decode(sampled[:-1] if has_end else sampled)
+        end_text = self.voice.texts.decode(sampled[-1:]) if has_end else ""
+        start, end = len(self.token_ids), len(self.token_ids) + len(sampled)
         reason = turn.finish_reason if cut is None else FinishReason.STOP
         self.turns.append(TurnPiece.of(turn, self._end, end, reason))
         self.turn_rewards.append(None)
-        self._ids += sampled
-        self.meter.add_tokens(len(sampled))
+        self.token_ids += sampled
+        self.meter.tokens += len(sampled)
         logprobs = tuple(turn.rollout_logprobs[start:end].tolist())
         return SampledTurn(text, tuple(sampled), reason, end_text, logprobs)
 
@@ -155,10 +155,10 @@ class TokenSession:
         self._require_quiet("retract")
         piece = self.turns.pop()
         self.turn_rewards.pop()
-        del self._ids[piece.turns[-1].start :]
+        del self.token_ids[piece.turns[-1].start :]
 
     def count_calls(self, number: int) -> None:
-        self.meter.add_calls(number)
+        self.meter.calls += number
 
     def credit(self, reward: float, turn: int = -1) -> None:
         if not -1 <= turn < len(self.turns) or not self.turns:
@@ -171,7 +171,7 @@ class TokenSession:
         """Returns the fewest sampled tokens in which one of the texts is complete; None if none is."""
 
         def is_there(count: int) -> bool:
-            text = self.voice.decode(sampled[:count])
+            text = self.voice.texts.decode(sampled[:count])
             return any(each in text for each in stop)
 
         if not stop or not is_there(len(sampled)):
@@ -184,17 +184,17 @@ class TokenSession:
     def extend(self, ids: Sequence[int]) -> None:
         """Appends ids of the environment, as `observe` appends text."""
         self._require_quiet("observe")
-        self._ids += ids
+        self.token_ids += ids
 
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
-        return await self.voice.render(messages, tools, ask)
+        return await in_thread(lambda: self.voice.texts.render(messages, tools, ask))
 
     def fork(self, agent_id: str = "", num_turns: int | None = None) -> TokenSession:
         if num_turns is None:
             self._require_quiet("fork")
-            num_turns, ids = len(self.turns), self._ids
+            num_turns, ids = len(self.turns), self.token_ids
         elif 0 <= num_turns <= len(self.turns):
-            ids = self._ids[: self.turns[num_turns - 1].end] if num_turns else self.request.prompt_ids
+            ids = self.token_ids[: self.turns[num_turns - 1].end] if num_turns else self.request.prompt_ids
         else:
             raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"0 to {len(self.turns)}")
         lineage = self.request.lineage
@@ -236,7 +236,7 @@ class TokenSession:
             values["scores"] = {TURN_REWARDS: rewards_S}
         if values["finish_reason"] is not FinishReason.ABORT:
             # A limit of one turn is the environment's choice; an observation may use up what was left.
-            was_cut = values["finish_reason"] is FinishReason.LENGTH or len(self._ids) > self._end
+            was_cut = values["finish_reason"] is FinishReason.LENGTH or len(self.token_ids) > self._end
             is_cut = (was_cut and self.num_left <= 0) or self._was_limited
             values["finish_reason"] = FinishReason.LENGTH if is_cut else FinishReason.STOP
         return values
@@ -265,13 +265,13 @@ class TokenSession:
         return TokenSession(request, self.voice, self.meter, self.family)
 
     def _encode(self, text: str) -> list[int]:
-        ids = self.voice.encode(text)
+        ids = self.voice.texts.encode(text)
         if not ids:
             raise EpisodeError("episode: a text of the environment has no token", seen=repr(text), expected="some text")
         return ids
 
     def _require_quiet(self, doing: str) -> None:
-        if self._is_asking:
+        if self.is_asking:
             raise EpisodeError(
                 f"episode: {doing} in a session that samples",
                 expected="one call at a time",

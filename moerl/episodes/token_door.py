@@ -21,6 +21,7 @@ from moerl.episodes.chat_request import (
     read_fields,
     refused,
     require_sampling,
+    token_usage,
 )
 from moerl.episodes.session import TokenSession
 from moerl.errors import EpisodeError
@@ -83,35 +84,26 @@ class TokenDoor:
     async def generate(self, body: object) -> JsonReply:
         """Answers a request. Raises MoerlError if it cannot be carried out."""
         if isinstance(body, dict) and isinstance(body.get("sampling_params"), dict):
-            params = {name: each for name, each in body["sampling_params"].items() if name not in self._ignored}
-            body = {**body, "sampling_params": params}
+            known = {name: each for name, each in body["sampling_params"].items() if name not in self._ignored}
+            body = {**body, "sampling_params": known}
         request = read_fields(TokenRequest, _WHAT, body, self._ignored)
-        self._require_own(request.sampling_params)
+        params, run = request.sampling_params, self._root.request
+        require_sampling(_WHAT, params, run.sampling)
+        if params.stop_token_ids and set(params.stop_token_ids) != set(run.stop_ids):
+            expected = f"{sorted(run.stop_ids)}, as the run samples"
+            raise refused(f"{_WHAT}: stop_token_ids", params.stop_token_ids, expected)
         session = self._session(request.token_ids)
-        limit = request.sampling_params.max_tokens
-        turn = await session.sample(None if limit is None else min(limit, max(session.num_left, 1)))
+        limit = None if params.max_tokens is None else min(params.max_tokens, max(session.num_left, 1))
+        turn = await session.sample(limit)
         rows = [
             {"token": f"token_id:{token}", "logprob": logprob}
             for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
         ]
         ended = "stop" if turn.finish_reason is FinishReason.STOP else "length"
         choice = {"index": 0, "token_ids": list(turn.token_ids), "logprobs": {"content": rows}, "finish_reason": ended}
-        num_prompt, num_sampled = len(request.token_ids), len(turn.token_ids)
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_sampled,
-            "total_tokens": num_prompt + num_sampled,
-        }
+        usage = token_usage(len(request.token_ids), len(turn.token_ids))
         name = request.request_id or f"{session.rollout_id}-{len(session.turns)}"
         return JsonReply({"request_id": name, "choices": [choice], "usage": usage})
-
-    def _require_own(self, params: TokenSampling) -> None:
-        run = self._root.request
-        require_sampling(_WHAT, params, run.sampling)
-        if params.stop_token_ids and set(params.stop_token_ids) != set(run.stop_ids):
-            raise refused(
-                f"{_WHAT}: stop_token_ids", params.stop_token_ids, f"{sorted(run.stop_ids)}, as the run samples"
-            )
 
     def _session(self, ids: Sequence[int]) -> TokenSession:
         """Returns a session with these ids, which samples nothing."""
@@ -125,15 +117,13 @@ class TokenDoor:
                 found, num_turns, place, is_free = session, shared, end, free
         self._require_answers(ids, max(place, 0))
         if found is None:
-            found = self._begun(self._root.begin(ids, f"agent-{len(self._own)}"))
+            found = self._root.begin(ids, f"agent-{len(self._own)}")
+            self._own.append(found)
         elif not is_free:
-            found = self._begun(found.fork(num_turns=num_turns))
+            found = found.fork(num_turns=num_turns)
+            self._own.append(found)
         found.extend(ids[len(found.token_ids) :])
         return found
-
-    def _begun(self, session: TokenSession) -> TokenSession:
-        self._own.append(session)
-        return session
 
     def _require_answers(self, ids: Sequence[int], place: int) -> None:
         """Raises EpisodeError if ids hold something else in the place of a turn that a session has sampled, or say what
@@ -151,8 +141,8 @@ class TokenDoor:
             end = next((each for each in session.ends if each > place), None)
             if end is None or session.token_ids[:place] != list(ids[:place]):
                 continue
-            text = self._root.voice.decode(session.token_ids[place:end])
-            if text and self._root.voice.decode(ids[place:]).startswith(text):
+            text = self._root.voice.texts.decode(session.token_ids[place:end])
+            if text and self._root.voice.texts.decode(ids[place:]).startswith(text):
                 raise EpisodeError(
                     f"{_WHAT}: the tokens of earlier turns were encoded again",
                     seen=f"another id at place {_first_other(session, ids)}, for the same text",

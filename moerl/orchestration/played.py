@@ -15,8 +15,9 @@ from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.limits import EpisodeLimits
-from moerl.episodes.play import Episode, PlayedEpisode, Texts, play
+from moerl.episodes.play import Episode, PlayedEpisode, play
 from moerl.episodes.remembering import RememberingStream
+from moerl.episodes.session import Texts
 from moerl.errors import ContractError, closing
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.telemetry.metrics import failed_reward_metric

@@ -25,7 +25,7 @@ from moerl.contract.routing import rollout_key
 from moerl.contract.spans import ReadableSpan, is_of_episode, spans_of
 from moerl.contract.tokenizer import Tokenizer, encode_checked
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
-from moerl.episodes.play import Texts
+from moerl.episodes.session import Texts
 from moerl.errors import ContractError, MoerlError, RewardError, closing
 from moerl.orchestration.chat import ChatWriter
 from moerl.orchestration.outcome import RolloutOutcome

@@ -14,7 +14,7 @@ from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask
 from moerl.contract.tokenizer import encode_checked
 from moerl.episodes.expert import play_expert
-from moerl.episodes.play import Texts
+from moerl.episodes.session import Texts
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import pack_text_minibatch

@@ -78,10 +78,10 @@ def engine_process(config: RankConfig, log: Path) -> EngineProcess:
 def place_rewards(launch: LaunchConfig, task: Task) -> None:
     """Places the reward processes of a task on all nodes of the Ray cluster of a run whose trainer is open; without Ray
     does nothing."""
-    if launch.on == "ray" and isinstance(task, RowsTask) and task.num_reward_processes:
+    if launch.on == "ray" and isinstance(task, RowsTask) and task.scorer.num_processes:
         from moerl.ranks.on_ray.rewards import RewardHosts
 
-        task.place_rewards(RewardHosts(task.num_reward_processes).child)
+        task.scorer.place(RewardHosts(task.scorer.num_processes).child)
 
 
 def _place(config: RankConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:

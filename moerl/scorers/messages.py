@@ -8,6 +8,7 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -55,13 +56,5 @@ class ScorerAnswer(_Message, tag="answer"):
 ToScorer = StartScorer | ScoreTokens
 
 encode = msgspec.msgpack.Encoder().encode
-_for_scorer: msgspec.msgpack.Decoder[ToScorer] = msgspec.msgpack.Decoder(ToScorer)
-_for_controller = msgspec.msgpack.Decoder(ScorerAnswer)
-
-
-def decode_for_scorer(data: bytes) -> ToScorer:
-    return _for_scorer.decode(data)
-
-
-def decode_answer(data: bytes) -> ScorerAnswer:
-    return _for_controller.decode(data)
+decode_for_scorer: Callable[[bytes], ToScorer] = msgspec.msgpack.Decoder(ToScorer).decode
+decode_answer = msgspec.msgpack.Decoder(ScorerAnswer).decode

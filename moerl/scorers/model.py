@@ -21,7 +21,7 @@ from pydantic import Field
 
 from moerl.contract.array_codec import array_bytes, read_array
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import ConfigError, ScoreError
+from moerl.errors import ConfigError, ScoreError, as_config_error
 from moerl.machine.model_files import check_tokenizer, stored_tensors
 from moerl.models.description import CONFIG_FILE, read_config
 from moerl.processes.child import Child, describe_output, module_program
@@ -196,8 +196,7 @@ def _naming(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        what = error.what.replace("model.path", f"{key}.path", 1)
-        raise ConfigError(what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+        raise as_config_error(error, error.what.replace("model.path", f"{key}.path", 1)) from error
 
 
 _Call = tuple[Trajectory, Future[NDArray[np.float32]]]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 import moerl.scorers
 from moerl.scorers.section import ScorerSection
-from moerl.sections import find_sections
+from moerl.sections import find_sections, one_of
 
 SCORER_SECTIONS = find_sections(moerl.scorers, ScorerSection, __name__)
 
 if TYPE_CHECKING:
     ScorerConfig = ScorerSection
 else:
-    ScorerConfig = reduce(or_, SCORER_SECTIONS)
+    ScorerConfig = one_of(SCORER_SECTIONS, "kind")
     """Settings of one scorer: those of the kind that it names."""
-    if len(SCORER_SECTIONS) > 1:
-        ScorerConfig = Annotated[ScorerConfig, Field(discriminator="kind")]

@@ -19,13 +19,9 @@ from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, Share
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 from moerl.tasks.tools.arithmetic import calculate
 
-DEV_POOL = 512
-"""Problems of the dev split; fewer if there are less than eight times as many problems."""
-HELDOUT_POOL = 2048
-"""Problems of the held-out split; fewer if there are less than four times as many problems."""
 _OPERATORS = "+-*"
 _CALL = re.compile(r"\[([^\[\]]*)\]")
 
@@ -47,7 +43,7 @@ class CalculatorTaskConfig(TaskSection):
 
     def check(self, *, sft_steps: int) -> None:
         available = self.num_problems
-        needed = self.num_train + sum(_pools(available))
+        needed = self.num_train + sum(num_reserved(available))
         if self.smallest > self.largest or needed > available:
             raise ConfigError(
                 "task.smallest, task.largest and task.num_train: too few problems",
@@ -72,11 +68,11 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
         self.config = config
 
     def size(self, split: str) -> int:
-        return len(self._split(split))
+        return len(self._problems(split))
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
-        problems = self._split(split)
+        problems = self._problems(split)
         require_prompts("calculator", split, count, len(problems), "task.num_train")
         return [self._prompt(f"calculator-{split}-{i}", number) for i, number in enumerate(problems[:count])]
 
@@ -113,13 +109,8 @@ class CalculatorTask(EpisodeTask, DemonstrationTask):
         digits = "".join(draw.choice("0123456789") for _ in answer.lstrip("-"))
         return str(int(f"-{digits}" if answer.startswith("-") else digits))
 
-    def _split(self, split: str) -> Sequence[int]:
-        splits = _splits(self.config.num_problems, self.config.num_train)
-        if split not in splits:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits"
-            )
-        return splits[split]
+    def _problems(self, split: str) -> Sequence[int]:
+        return of_split(_splits(self.config.num_problems, self.config.num_train), split)
 
     def _prompt(self, prompt_id: str, number: int) -> Prompt:
         count = self.config.largest - self.config.smallest + 1
@@ -141,13 +132,9 @@ def _result(expression: str) -> str:
         return "error"
 
 
-def _pools(available: int) -> tuple[int, int]:
-    return min(DEV_POOL, available // 8), min(HELDOUT_POOL, available // 4)
-
-
 @cache
 def _splits(available: int, num_train: int) -> dict[str, Sequence[int]]:
     """Returns the numbers of the problems of each split."""
-    num_dev, num_heldout = _pools(available)
+    num_dev, num_heldout = num_reserved(available)
     drawn = random.Random(0).sample(range(available), num_dev + num_heldout + num_train)
     return {"dev": drawn[:num_dev], "heldout": drawn[num_dev:][:num_heldout], "train": drawn[num_dev + num_heldout :]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,23 +20,16 @@ from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
 from moerl.tasks.rewards import at_once
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
-
-DEV_POOL = 512
-"""Problems reserved for the dev split; fewer if the settings have less than eight times as many problems."""
-
-HELDOUT_POOL = 2048
-"""Problems reserved for the held-out split; fewer if the settings have less than four times as many problems."""
 
 _FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 7_000_000_000}
 _SEEDS_PER_SPLIT = 1_000_000_000
 _MAX_BARREN_DRAWS = 100_000
 _FINAL_ANSWER = re.compile(r"(?:\A|\n)#### (-?[0-9]+)\Z")
 _STEP = re.compile(r"[0-9][+-][0-9]+=-?[0-9]")
-_ANSWER_MARK = "#### "
 
 
 class ChainSumTaskConfig(TaskSection):
@@ -132,11 +125,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
 
     def size(self, split: str) -> int:
         """Counts the prompts of a split."""
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return self._sizes[split]
+        return of_split(self._sizes, split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, drawn when needed. `ConfigError` if the split has fewer."""
@@ -144,7 +133,9 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             "chain_sum", split, count, self.size(split), "task.num_train, task.max_terms or task.max_digits"
         )
         if split not in self._splits:
-            self._splits[split] = _Split(split, self.config, self._reserved(split))
+            others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
+            reserved = {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
+            self._splits[split] = _Split(split, self.config, reserved)
         return self._splits[split].first(count)
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
@@ -166,7 +157,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         return f"{steps}\n{self.bare_answer(prompt)}"
 
     def bare_answer(self, prompt: Prompt) -> str:
-        return f"{_ANSWER_MARK}{prompt.facts['answer']}"
+        return f"#### {prompt.facts['answer']}"
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """Returns solutions, worked with the configured probability, else bare: each a pure function of `seed` and its
@@ -191,11 +182,6 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         draw = random.Random(f"{seed}/{prompt.prompt_id}").random()
         return draw < self.config.worked_probability[prompt.facts["num_terms"]]
 
-    def _reserved(self, split: str) -> set[str]:
-        """Returns the sums that a split must not hold, since another one reserved them."""
-        others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
-        return {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
-
 
 class _Split:
     """The different sums of one split, in the order of their seeds; none of `taken` is among them."""
@@ -210,7 +196,10 @@ class _Split:
     def first(self, count: int) -> list[Prompt]:
         while len(self._prompts) < count:
             entry = self._next_new()
-            self._prompts.append(_prompt(f"chain_sum-{self._name}-{len(self._prompts)}", entry))
+            known = entry["metadata"]
+            facts = {"expression": known["expression"], "answer": entry["answer"], "num_terms": known["num_terms"]}
+            prompt_id = f"chain_sum-{self._name}-{len(self._prompts)}"
+            self._prompts.append(Prompt(prompt_id, entry["question"] + "\n", facts))
         return self._prompts[:count]
 
     def _next_new(self) -> dict[str, Any]:
@@ -255,26 +244,13 @@ def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralData
 
 def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:
     available = num_problems(config)
-    sizes = {
-        "train": config.num_train,
-        "dev": min(DEV_POOL, available // 8),
-        "heldout": min(HELDOUT_POOL, available // 4),
-    }
-    if sum(sizes.values()) > available:
+    num_dev, num_heldout = num_reserved(available)
+    most = available - num_dev - num_heldout
+    if config.num_train > most:
         raise ConfigError(
             "task.num_train is larger than the number of different problems",
             seen=config.num_train,
-            expected=f"at most {available - sizes['dev'] - sizes['heldout']}: {available} problems less those of "
-            f"dev ({sizes['dev']}) and heldout ({sizes['heldout']})",
+            expected=f"at most {most}: {available} problems less those of dev ({num_dev}) and heldout ({num_heldout})",
             remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
         )
-    return sizes
-
-
-def _prompt(prompt_id: str, entry: Mapping[str, Any]) -> Prompt:
-    facts = {
-        "expression": entry["metadata"]["expression"],
-        "answer": entry["answer"],
-        "num_terms": entry["metadata"]["num_terms"],
-    }
-    return Prompt(prompt_id, entry["question"] + "\n", facts)
+    return {"train": config.num_train, "dev": num_dev, "heldout": num_heldout}

@@ -15,18 +15,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import ExpertTask, Session
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.games.talk import Talk
+from moerl.tasks.section import DEV_POOL, HELDOUT_POOL, TaskSection, of_split, require_prompts
 
-DEV_POOL = 512
-"""Problems of the dev split, at most; those of an eighth of all ranges."""
-HELDOUT_POOL = 2048
-"""Problems of the held-out split, at most; those of a quarter of all ranges."""
 _FEWEST_RANGES = 8
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _HINTED = re.compile(r"([0-9]+)[^0-9]*?(higher|lower)")
@@ -97,24 +93,18 @@ class GuessTask(ExpertTask, ChatTask):
         With n numbers left that it can be, log2(1 + n) bits are to be learned; none are if it was found, so the reward
         is 1 then. A guess that earlier hints rule out earns nothing.
         """
-        secret, num_guesses = prompt.facts["secret"], 0
+        secret, talk = prompt.facts["secret"], Talk.of(prompt, session)
         left = range(prompt.facts["low"], prompt.facts["low"] + self.config.span + 1)
         bits = first_bits = _bits(left)
-        chat = Conversation.of(prompt, session) if self.has_chats else None
-        while num_guesses < self.config.max_guesses and left and not session.is_over:
-            turn = await (chat or session).sample()
-            num_guesses += 1
+        while talk.num_turns < self.config.max_guesses and left and not session.is_over:
+            turn = await talk.sample()
             is_number = turn.finish_reason is FinishReason.STOP and _NUMBER.fullmatch(turn.text)
             hint, left = _answer(int(turn.text) if is_number else None, secret, left)
             session.credit((bits - _bits(left)) / first_bits)
             bits = _bits(left)
-            if not left:
-                break
-            if chat is not None:
-                await chat.observe({"role": "user", "content": hint})
-            else:
-                session.observe(f"\n{hint}\n")
-        return {"reward": 1.0 - bits / first_bits, "accuracy": float(not left), "guesses": float(num_guesses)}
+            if left:
+                await talk.hear(hint)
+        return {"reward": 1.0 - bits / first_bits, "accuracy": float(not left), "guesses": float(talk.num_turns)}
 
     def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
         """Returns any number that the hints leave, or, in every second turn or so, any of the range: there is something
@@ -132,13 +122,8 @@ class GuessTask(ExpertTask, ChatTask):
         return [*questions, *(f"\n{hint}\n" for hint in HINTS), "0123456789", "user\nassistant\n"]
 
     def _split(self, split: str) -> Sequence[tuple[int, int]]:
-        splits = _splits(self.config.largest, self.config.span)
-        if split not in splits:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits"
-            )
-        written = self._written
-        return splits[split] if written is None else [each for each in splits[split] if each[0] in written]
+        problems, written = of_split(_splits(self.config.largest, self.config.span), split), self._written
+        return problems if written is None else [each for each in problems if each[0] in written]
 
     def _question(self, low: int) -> str:
         return f"A number from {low} to {low + self.config.span}:"
@@ -180,13 +165,13 @@ def _splits(largest: int, span: int) -> dict[str, Sequence[tuple[int, int]]]:
     draw.shuffle(lows)
     num_dev = max(min(DEV_POOL // (span + 1), len(lows) // 8), 1)
     num_heldout = max(min(HELDOUT_POOL // (span + 1), len(lows) // 4), 1)
-    of_split = {
+    lows_of = {
         "dev": lows[:num_dev],
         "heldout": lows[num_dev : num_dev + num_heldout],
         "train": lows[num_dev + num_heldout :],
     }
     splits: dict[str, Sequence[tuple[int, int]]] = {}
-    for split, chosen in of_split.items():
+    for split, chosen in lows_of.items():
         problems = [(low, low + place) for low in chosen for place in range(span + 1)]
         draw.shuffle(problems)
         splits[split] = problems

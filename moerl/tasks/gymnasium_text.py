@@ -54,12 +54,11 @@ class GymnasiumTaskConfig(SeedsSection):
             )
 
 
-class GymnasiumTask(SeedsTask):
+class GymnasiumTask(SeedsTask[GymnasiumTaskConfig]):
     """One episode of the environment for each seed."""
 
     def __init__(self, config: GymnasiumTaskConfig) -> None:
         super().__init__(config)
-        self._config = config
         words = config.actions
         self._no_action = "no such action" if words is None else f"no such action; one of: {', '.join(words)}"
         with closing(self._made()) as env:
@@ -70,7 +69,7 @@ class GymnasiumTask(SeedsTask):
             try:
                 return [self._opening(env, seed) for seed in seeds]
             except Exception as error:  # process boundary: code of the environment
-                raise _unusable(self._config.environment, "does not begin", error) from error
+                raise _unusable(self.config.environment, "does not begin", error) from error
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward`, the sum of the rewards of all steps; `accuracy`, 1 from a reward of 1 on; `turns`; and
@@ -82,9 +81,9 @@ class GymnasiumTask(SeedsTask):
         with closing(env):
             opening = await in_thread(lambda: self._opening(env, prompt.facts["seed"]))
             require_opening(prompt, opening)
-            talk = Talk.of(prompt, session, self._config.max_turn_tokens)
+            talk = Talk.of(prompt, session, self.config.max_turn_tokens)
             seen, total, is_over = "", 0.0, False
-            while not is_over and talk.num_turns < self._config.max_turns:
+            while not is_over and talk.num_turns < self.config.max_turns:
                 turn = await talk.turn(seen)
                 if turn is None:
                     break
@@ -95,12 +94,11 @@ class GymnasiumTask(SeedsTask):
                 seen, reward, is_over = await in_thread(lambda action=action: _step(env, action))
                 session.credit(reward)
                 total += reward
-        rewards = {"reward": total, "accuracy": float(total >= 1.0)}
-        return {**rewards, "turns": float(talk.num_turns), "finished": float(is_over)}
+        return {**talk.rewards(total), "finished": float(is_over)}
 
     def _action(self, space: Any, text: str) -> tuple[bool, Any]:
         """Returns whether a turn is an action, and which."""
-        words = self._config.actions
+        words = self.config.actions
         if words is None:
             return bool(space.contains(text)), text
         word = text.strip()
@@ -108,17 +106,17 @@ class GymnasiumTask(SeedsTask):
 
     def _made(self) -> Any:
         """Makes an environment. Raises `ConfigError` if that fails."""
-        name = self._config.environment
+        name = self.config.environment
         is_function = _FUNCTION.fullmatch(name) is not None
         make = load_function("task.environment", name) if is_function else import_module("gymnasium").make
         try:
-            return make(**self._config.options) if is_function else make(name, **self._config.options)
+            return make(**self.config.options) if is_function else make(name, **self.config.options)
         except Exception as error:  # process boundary: code of the environment
             raise _unusable(name, "cannot be made", error) from error
 
     def _opening(self, env: Any, seed: int) -> str:
         observation, _ = env.reset(seed=seed)
-        return "\n\n".join(filter(None, (self._config.instructions, _text(env, observation))))
+        return "\n\n".join(filter(None, (self.config.instructions, _text(env, observation))))
 
 
 def _unusable(name: str, what: str, error: Exception) -> ConfigError:

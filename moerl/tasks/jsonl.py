@@ -7,16 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError
 from moerl.sections import FilePath, FunctionName, Part, Positive
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import Cut
 from moerl.tasks.data.task import RowsTask
-from moerl.tasks.rewards import scorer
-from moerl.tasks.rewards.make import ProcessReward
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.scorer import RewardScorer, WeightedReward
 from moerl.tasks.section import TaskSection
 
 
@@ -50,6 +48,11 @@ class JsonlTaskConfig(TaskSection):
         return (self.reward,)
 
     @property
+    def cut(self) -> Cut:
+        """Way in which the file is split."""
+        return Cut(self.dev_fraction, self.heldout_fraction, None, "raw")
+
+    @property
     def files(self) -> tuple[Path, ...]:
         return (self.path,)
 
@@ -57,13 +60,7 @@ class JsonlTaskConfig(TaskSection):
         return JsonlTask(self)
 
     def check(self, *, sft_steps: int) -> None:
-        if self.heldout_fraction + self.dev_fraction >= 1.0:
-            raise ConfigError(
-                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
-                seen=f"{self.heldout_fraction} + {self.dev_fraction}",
-                expected="a sum below 1",
-                remedy="lower one of them, for example task.heldout_fraction=0.1",
-            )
+        self.cut.check()
         if sft_steps > 0 and self.response_key is None:
             raise ConfigError(
                 "sft.steps: a cold start needs demonstrations and the task has none",
@@ -99,11 +96,7 @@ class JsonlTask(RowsTask):
         pool = RewardPool([RewardProcess(config.reward, *limits) for _ in range(config.reward_workers)])
         super().__init__(
             [data],
-            Cut(config.dev_fraction, config.heldout_fraction, None, "raw"),
-            scorer.RewardScorer([scorer.WeightedReward("", 1.0, ProcessReward(pool))]),
+            config.cut,
+            RewardScorer([WeightedReward("", 1.0, pool)]),
             response_keys=f"task.response_key={config.response_key!r}",
         )
-
-    def response(self, prompt: Prompt) -> str | None:
-        """Returns the demonstration of a row; None if the row has none."""
-        return self._problems[prompt.prompt_id].response

@@ -71,28 +71,22 @@ class Environment:
     def __init__(self, socket: JsonSocket, seconds: float) -> None:
         self._socket, self._seconds = socket, seconds
 
-    async def reset(self, options: Mapping[str, Any]) -> EnvironmentStep:
-        """Begins an episode. Errors as of `step`."""
-        return await self._ask("reset", options)
-
-    async def step(self, action: Mapping[str, Any]) -> EnvironmentStep:
-        """Acts.
+    async def ask(self, kind: Literal["reset", "step"], data: Mapping[str, Any]) -> EnvironmentStep:
+        """Begins an episode with options, or acts.
 
         Raises:
             ActionRefusedError: the action does not meet the schema of the environment.
             EpisodeError: the environment failed, or the server has no session left.
             NoAnswerError: the server does not answer.
         """
-        return await self._ask("step", action)
-
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> EnvironmentStep:
         answer = await self._socket.ask({"type": kind, "data": data}, self._seconds)
+        fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
         try:
-            if isinstance(answer, dict) and cast("dict[str, Any]", answer).get("type") == "error":
-                raise _refused(kind, msgspec.convert(cast("dict[str, Any]", answer).get("data"), _Refusal))
-            if not isinstance(answer, dict) or cast("dict[str, Any]", answer).get("type") != "observation":
+            if fields.get("type") == "error":
+                raise _refused(kind, msgspec.convert(fields.get("data"), _Refusal))
+            if fields.get("type") != "observation":
                 raise NoAnswerError("no answer of OpenEnv", seen=repr(answer)[:_SHOWN], expected="an observation")
-            return msgspec.convert(cast("dict[str, Any]", answer).get("data"), EnvironmentStep)
+            return msgspec.convert(fields.get("data"), EnvironmentStep)
         except msgspec.ValidationError as error:
             raise NoAnswerError(
                 "no answer of OpenEnv", seen=str(error), expected="observation, reward and done"
@@ -107,12 +101,8 @@ async def connect(url: str, seconds: float) -> AsyncIterator[Environment]:
         await socket.tell({"type": "close"})
 
 
-class OpenEnvTask(SeedsTask):
+class OpenEnvTask(SeedsTask[OpenEnvTaskConfig]):
     """One episode of the environment for each seed."""
-
-    def __init__(self, config: OpenEnvTaskConfig) -> None:
-        super().__init__(config)
-        self._config = config
 
     def openings(self, seeds: Sequence[int]) -> list[str]:
         try:
@@ -126,8 +116,8 @@ class OpenEnvTask(SeedsTask):
             ) from error
 
     async def _openings(self, seeds: Sequence[int]) -> list[str]:
-        async with connect(self._config.url, self.turn_seconds) as environment:
-            return [self._opening(await environment.reset(self._reset(seed))) for seed in seeds]
+        async with connect(self.config.url, self.turn_seconds) as environment:
+            return [self._opening(await environment.ask("reset", self._reset(seed))) for seed in seeds]
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns `reward`, the sum of the rewards of all steps; `accuracy`, 1 from a reward of 1 on; `turns`; and
@@ -135,32 +125,31 @@ class OpenEnvTask(SeedsTask):
 
         A turn that is no action by the server's schema uses up a turn; the policy reads why.
         """
-        async with connect(self._config.url, self.turn_seconds) as environment:
-            step = await environment.reset(self._reset(prompt.facts["seed"]))
+        async with connect(self.config.url, self.turn_seconds) as environment:
+            step = await environment.ask("reset", self._reset(prompt.facts["seed"]))
             require_opening(prompt, self._opening(step))
-            talk = Talk.of(prompt, session, self._config.max_turn_tokens)
+            talk = Talk.of(prompt, session, self.config.max_turn_tokens)
             seen, total = "", step.reward or 0.0
-            while not step.done and talk.num_turns < self._config.max_turns:
+            while not step.done and talk.num_turns < self.config.max_turns:
                 turn = await talk.turn(seen)
                 if turn is None:
                     break
                 try:
-                    step = await environment.step(self._action(turn.text))
+                    step = await environment.ask("step", self._action(turn.text))
                 except ActionRefusedError as refused:
                     seen = str(refused.seen)
                     continue
                 session.credit(step.reward or 0.0)
                 seen, total = self._text(step), total + (step.reward or 0.0)
-        rewards = {"reward": total, "accuracy": float(total >= 1.0)}
-        return {**rewards, "turns": float(talk.num_turns), "finished": float(step.done)}
+        return {**talk.rewards(total), "finished": float(step.done)}
 
     def _reset(self, seed: int) -> Mapping[str, Any]:
-        return {**self._config.options, "seed": seed}
+        return {**self.config.options, "seed": seed}
 
     def _action(self, text: str) -> Mapping[str, Any]:
         """Returns the action of a turn. Raises `ActionRefusedError` if it is none."""
-        if self._config.action is not None:
-            return {self._config.action: text}
+        if self.config.action is not None:
+            return {self.config.action: text}
         try:
             action = json.loads(text)
         except (ValueError, RecursionError):
@@ -170,11 +159,11 @@ class OpenEnvTask(SeedsTask):
         return cast("dict[str, Any]", action)
 
     def _opening(self, step: EnvironmentStep) -> str:
-        return "\n\n".join(filter(None, (self._config.instructions, self._text(step))))
+        return "\n\n".join(filter(None, (self.config.instructions, self._text(step))))
 
     def _text(self, step: EnvironmentStep) -> str:
         """Returns what the policy reads. Raises `EpisodeError` if the observation has no such text."""
-        name = self._config.observation
+        name = self.config.observation
         if name is None:
             fields = {field: each for field, each in step.observation.items() if field != "metadata"}
             return json.dumps(fields, ensure_ascii=False)

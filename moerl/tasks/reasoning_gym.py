@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import ExpertTask, SampledTurn, Session
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError, RewardError
+from moerl.errors import ConfigError, RewardError, as_config_error
 from moerl.sections import Count, Positive, Share
+from moerl.tasks.games.talk import Talk
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -61,7 +60,6 @@ class ReasoningGymTaskConfig(TaskSection):
 class ReasoningGymTask(ExpertTask, ChatTask):
     """Problems of a set, in splits that are disjoint by the text of the question."""
 
-    open_vocabulary = True
     repeatable = True
 
     def __init__(self, config: ReasoningGymTaskConfig) -> None:
@@ -72,7 +70,7 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         self._set_size = _DRAWS_PER_PROBLEM * max(self._sizes.values())
         settings = {"dataset": config.dataset, "size": self._set_size, "options": config.options}
         limits = (config.reward_timeout_seconds, config.reward_memory_bytes, "task.reward", settings)
-        maker = "moerl.tasks.rewards.reasoning:reasoning"
+        maker = "moerl.tasks.rewards.builtin:reasoning"
         self._pool = RewardPool([RewardProcess(maker, *limits) for _ in range(config.reward_workers)])
         self._sets = {split: self._set(seed) for split, seed in _SEEDS.items()}
 
@@ -86,11 +84,8 @@ class ReasoningGymTask(ExpertTask, ChatTask):
             self._splits[split] = [prompt for prompt in written if prompt is not None]
 
     def size(self, split: str) -> int:
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return len(self._splits[split]) if split in self._splits else self._sizes[split]
+        size = of_split(self._sizes, split)
+        return len(self._splits[split]) if split in self._splits else size
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
@@ -101,19 +96,15 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         """Returns `reward`: the score of the last answer, times `try_discount` for each try after the first;
         `accuracy`: 1 if that score is 1, else 0; `tries`: the number of answers. An answer that was cut off scores
         0."""
-        score, num_tries = 0.0, 0
-        chat = Conversation.of(prompt, session) if self.has_chats else None
-        while num_tries < self.config.max_tries and score < 1.0 and not session.is_over:
-            turn = await (chat or session).sample()
-            num_tries += 1
-            answer = self._answer(turn)
-            score = 0.0 if answer is None else await self._score(prompt, answer)
+        score, talk = 0.0, Talk.of(prompt, session)
+        while talk.num_turns < self.config.max_tries and score < 1.0 and not session.is_over:
+            answer = self._answer(await talk.sample())
+            score = 0.0
+            if answer is not None:
+                score = (await asyncio.wrap_future(self._pool.submit(prompt, answer)))["reward"]
             if score < 1.0:
-                feedback = NO_ANSWER if answer is None and self.has_chats else WRONG
-                if chat is not None:
-                    await chat.observe({"role": "user", "content": feedback})
-                else:
-                    session.observe(f"\n{feedback}\n")
+                await talk.hear(NO_ANSWER if answer is None and self.has_chats else WRONG)
+        num_tries = talk.num_turns
         reward = score * self.config.try_discount ** (num_tries - 1)
         return {"reward": reward, "accuracy": float(score >= 1.0), "tries": float(num_tries)}
 
@@ -136,9 +127,9 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     def try_rewards(self) -> None:
         """Scores one answer. Raises `ConfigError` if that fails."""
         try:
-            self._pool.submit(self.prompts("train", 1)[0].facts, "1").result()
+            self._pool.submit(self.prompts("train", 1)[0], "1").result()
         except RewardError as error:
-            raise ConfigError(error.what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+            raise as_config_error(error, error.what) from error
 
     def tokenizer_texts(self, count: int) -> list[str]:
         """Returns questions with their answers, the texts of the environment, and the roles of messages."""
@@ -158,10 +149,6 @@ class ReasoningGymTask(ExpertTask, ChatTask):
         _, start, last = turn.text.rpartition("<answer>")
         answer, end, _ = last.partition("</answer>")
         return answer.strip() if start and end else None
-
-    async def _score(self, prompt: Prompt, answer: str) -> float:
-        rewards = await asyncio.wrap_future(self._pool.submit(prompt.facts, answer))
-        return rewards["reward"]
 
     def _set(self, seed: int) -> ProceduralDataset:
         # reasoning-gym takes seconds to import, and every command reads the settings of all tasks.
@@ -216,6 +203,6 @@ class ReasoningGymTask(ExpertTask, ChatTask):
     def _prompt(self, prompt_id: str, split: str, index: int, entry: Mapping[str, Any]) -> Prompt:
         question: str = entry["question"]
         facts = {"seed": _SEEDS[split], "index": index, "question": question, "answer": entry["answer"]}
-        prompt = Prompt(prompt_id, f"{question}\n", facts)
-        chat = Chat(({"role": "user", "content": question + _WORDING},))
-        return replace(prompt, text="", chat=chat) if self.has_chats else prompt
+        if not self.has_chats:
+            return Prompt(prompt_id, f"{question}\n", facts)
+        return Prompt(prompt_id, "", facts, Chat(({"role": "user", "content": question + _WORDING},)))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 import moerl.tasks
-from moerl.sections import find_sections
+from moerl.sections import find_sections, one_of
 from moerl.tasks.section import TaskSection
 
 TASK_SECTIONS = find_sections(moerl.tasks, TaskSection, __name__)
@@ -17,5 +13,5 @@ TASK_SECTIONS = find_sections(moerl.tasks, TaskSection, __name__)
 if TYPE_CHECKING:
     TaskConfig = TaskSection
 else:
-    TaskConfig = Annotated[reduce(or_, TASK_SECTIONS), Field(discriminator="name")]
+    TaskConfig = one_of(TASK_SECTIONS, "name")
     """The ``task`` section of a configuration: that of the task with this name."""

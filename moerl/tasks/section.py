@@ -11,6 +11,11 @@ from moerl.contract.ports import Task
 from moerl.errors import ConfigError
 from moerl.sections import Section
 
+DEV_POOL = 512
+"""Problems of the dev split; fewer if there are less than eight times as many problems."""
+HELDOUT_POOL = 2048
+"""Problems of the held-out split; fewer if there are less than four times as many problems."""
+
 
 class TaskSection(Section):
     """Base of the ``task`` section of every task. A subclass gives `name` a literal type and adds its keys."""
@@ -75,15 +80,29 @@ class TaskSection(Section):
         """Checks that the files that the keys name are there. Raises `ConfigError`."""
 
 
-def require_prompts(task: str, split: str, count: int, size: int, keys: str) -> None:
+def num_reserved(available: int) -> tuple[int, int]:
+    """Returns the problems of the dev split, and of the held-out split, if there are `available` different ones."""
+    return min(DEV_POOL, available // 8), min(HELDOUT_POOL, available // 4)
+
+
+def of_split[T](splits: Mapping[str, T], split: str) -> T:
+    """Returns what belongs to a split. Raises `ConfigError` if there is no such split."""
+    if split not in splits:
+        raise ConfigError("unknown split", seen=split, expected=", ".join(splits), remedy="name one of these splits")
+    return splits[split]
+
+
+def require_prompts(task: str, split: str, count: int, size: int, keys: str = "", remedy: str = "") -> None:
     """Raises `ConfigError` unless a split of `size` prompts has the first `count`.
 
-    keys: those to raise for more prompts.
+    Args:
+        keys: those to raise for more prompts.
+        remedy: in place of `keys`.
     """
     if not 0 <= count <= size:
         raise ConfigError(
             f"the {split} split of {task} does not have that many prompts",
             seen=count,
             expected=f"0 to {size}",
-            remedy=f"ask for fewer prompts, or raise {keys}",
+            remedy=remedy or f"ask for fewer prompts, or raise {keys}",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -63,9 +64,7 @@ class SelfPlayTask(ExpertTask):
 
     def __init__(self, config: SelfPlayTaskConfig) -> None:
         self.config = config
-        self._bounds = config.sums
-        self._sums = ChainSumTask(self._bounds)
-        self._reserved: frozenset[str] | None = None
+        self._sums = ChainSumTask(config.sums)
 
     def size(self, split: str) -> int:
         return self._sums.size(split)
@@ -135,7 +134,7 @@ class SelfPlayTask(ExpertTask):
         return Prompt("", text, {"expression": expression, "answer": answer, "num_terms": num_terms})
 
     def _is_valid(self, expression: str) -> bool:
-        bounds = self._bounds
+        bounds = self._sums.config
         if not _SUM.fullmatch(expression):
             return False
         terms = expression.split()[::2]
@@ -145,16 +144,14 @@ class SelfPlayTask(ExpertTask):
             and len(digits) == 1
             and bounds.min_digits <= digits.pop() <= bounds.max_digits
             and not any(len(term) > 1 and term[0] == "0" for term in terms)
-            and expression not in self._held_back()
+            and expression not in self._held_back
         )
 
+    @cached_property
     def _held_back(self) -> frozenset[str]:
-        """Returns the sums of dev and heldout, on which nothing may be trained."""
-        if self._reserved is None:
-            splits = ("dev", "heldout")
-            prompts = [prompt for split in splits for prompt in self._sums.prompts(split, self._sums.size(split))]
-            self._reserved = frozenset(prompt.facts["expression"] for prompt in prompts)
-        return self._reserved
+        """Sums of dev and heldout, on which nothing may be trained."""
+        prompts = [each for split in ("dev", "heldout") for each in self._sums.prompts(split, self._sums.size(split))]
+        return frozenset(prompt.facts["expression"] for prompt in prompts)
 
 
 def _start(prompt: Prompt) -> Prompt:

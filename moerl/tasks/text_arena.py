@@ -7,6 +7,7 @@ that of the player who moves first; those of the others have the agent ids `play
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from moerl.errors import SessionOverError
 from moerl.sections import Count
 from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
 from moerl.tasks.games.talk import Talk
-from moerl.tasks.games.textarena_game import Game, PlayerResult
+from moerl.tasks.games.textarena_game import Game
 
 
 class TextArenaTaskConfig(SeedsSection):
@@ -33,14 +34,10 @@ class TextArenaTaskConfig(SeedsSection):
         return TextArenaTask(self)
 
 
-class TextArenaTask(SeedsTask):
+class TextArenaTask(SeedsTask[TextArenaTaskConfig]):
     """One game for each seed."""
 
     repeatable = True
-
-    def __init__(self, config: TextArenaTaskConfig) -> None:
-        super().__init__(config)
-        self._config = config
 
     def openings(self, seeds: Sequence[int]) -> list[str]:
         return [self._game(seed).opening for seed in seeds]
@@ -55,12 +52,15 @@ class TextArenaTask(SeedsTask):
         """
         game = await in_thread(lambda: self._game(prompt.facts["seed"]))
         require_opening(prompt, game.opening)
-        first = Talk.of(prompt, session, self._config.max_turn_tokens)
+        first = Talk.of(prompt, session, self.config.max_turn_tokens)
+        # None for a player whose first sight leaves no room to sample.
         talks: dict[int, Talk | None] = {game.first: first}
         number, seen = game.first, ""
-        for _ in range(self._config.max_moves):
+        for _ in range(self.config.max_moves):
             if number not in talks:
-                talks[number] = await _joined(first, seen, number)
+                talks[number] = None
+                with suppress(SessionOverError):  # what the others wrote must not end the run
+                    talks[number] = await first.join(seen, f"player-{number}")
             talk = talks[number]
             turn = None if talk is None else await talk.turn(seen)
             text = "" if turn is None else turn.text
@@ -71,27 +71,10 @@ class TextArenaTask(SeedsTask):
         results = game.results()
         for player, talk in talks.items():
             if talk is not None:
-                talk.session.rewards.update(_rewards(results[player], talk, game))
+                result = results[player]
+                ended = {"invalid": float(result.was_invalid), "finished": float(game.is_over)}
+                talk.session.rewards |= talk.rewards(result.reward) | ended
         return dict(session.rewards)
 
     def _game(self, seed: int) -> Game:
-        return Game(self._config.game, self._config.num_players, seed)
-
-
-async def _joined(first: Talk, seen: str, number: int) -> Talk | None:
-    """Returns the talk of a player who moves for the first time; None if what it sees leaves no room to sample: what
-    the others wrote must not end the run."""
-    try:
-        return await first.join(seen, f"player-{number}")
-    except SessionOverError:
-        return None
-
-
-def _rewards(result: PlayerResult, talk: Talk, game: Game) -> dict[str, float]:
-    return {
-        "reward": result.reward,
-        "accuracy": float(result.reward >= 1.0),
-        "turns": float(talk.num_turns),
-        "invalid": float(result.was_invalid),
-        "finished": float(game.is_over),
-    }
+        return Game(self.config.game, self.config.num_players, seed)

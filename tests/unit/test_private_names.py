@@ -96,7 +96,6 @@ OF_OTHERS = {
     "_exit": "os",
     "_private": "ray",
     "_Options": "torch: as _devices",
-    "_problems": "a base class of ours, in another file",
     "_reconstruct": "numpy",
     "_threads": "torch: as _devices",
     "_timeout": "torch: as _devices",

@@ -30,7 +30,7 @@ from moerl.rollout.tokenizers import read_tokenizer
 from moerl.tasks.data.jsonl_rows import read_rows
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.sources import read_set
-from moerl.tasks.rewards.make import _schema
+from moerl.tasks.rewards.make import make_scorer
 from moerl.tasks.rewards.section import JsonReward
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ def _read_set(path: Path) -> object:
 
 
 def _read_schema(path: Path) -> object:
-    return _schema("task.rewards.r", JsonReward.model_construct(file=path))
+    return make_scorer({"r": JsonReward(kind="json", file=path)}, None)
 
 
 def _open_dump(path: Path) -> object:

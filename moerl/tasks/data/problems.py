@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from moerl.contract.ports import ChatTask, DemonstrationTask, Prompt
 from moerl.errors import ConfigError
 from moerl.tasks.data.rows import Problem
 from moerl.tasks.data.section import DataSet
-from moerl.tasks.data.splits import SPLITS, Cut, join, rewritten, split_set
+from moerl.tasks.data.splits import SPLITS, Cut, join, split_set
+from moerl.tasks.section import of_split, require_prompts
 
 
 class ProblemRows(DemonstrationTask, ChatTask):
@@ -19,9 +21,6 @@ class ProblemRows(DemonstrationTask, ChatTask):
         sets: read at once.
         response_keys: override that names the column of demonstrations, for errors.
     """
-
-    open_vocabulary = True
-    """The texts of this task may hold any character."""
 
     def __init__(self, sets: Sequence[DataSet], cut: Cut, *, response_keys: str) -> None:
         self._response_keys = response_keys
@@ -40,13 +39,8 @@ class ProblemRows(DemonstrationTask, ChatTask):
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split. `ConfigError` if the split has fewer."""
         problems = self.problems(split)
-        if not 0 <= count <= len(problems):
-            raise ConfigError(
-                f"the {split} split of the data does not have that many prompts",
-                seen=count,
-                expected=f"0 to {len(problems)}",
-                remedy="add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction",
-            )
+        remedy = "add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction"
+        require_prompts("the data", split, count, len(problems), remedy=remedy)
         return [each.prompt for each in problems[:count]]
 
     def place(self, prompt: Prompt) -> str:
@@ -90,7 +84,10 @@ class ProblemRows(DemonstrationTask, ChatTask):
         """Returns the prompts of the first `count` training rows, and their responses if there are any: a tokenizer is
         trained on them."""
         problems = self.problems("train")[:count]
-        prompts = [text for each in problems for text in _texts(each.prompt)]
+        prompts: list[str] = []
+        for each in problems:
+            chat = each.prompt.chat
+            prompts += [each.prompt.text] if chat is None else [str(message["content"]) for message in chat.messages]
         return prompts + [each.response for each in problems if each.response is not None]
 
     @property
@@ -98,16 +95,14 @@ class ProblemRows(DemonstrationTask, ChatTask):
         return any(each.prompt.chat is not None for each in self._problems.values())
 
     def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
-        def written(each: Problem) -> Problem | None:
-            prompt = write(each.prompt)
-            return None if prompt is None else replace(each, prompt=prompt)
-
         for split in SPLITS:
-            self._splits[split], left_out = rewritten(self._splits[split], written)
-            for source, count in left_out.items():
-                self._notes.append(
-                    f"{f'data {source}'.strip()}: {count} prompts of {split} left out (task.max_prompt_tokens)"
-                )
+            written = [(each, write(each.prompt)) for each in self._splits[split]]
+            self._splits[split] = [replace(each, prompt=prompt) for each, prompt in written if prompt is not None]
+            left_out = Counter(each.prompt.source for each, prompt in written if prompt is None)
+            self._notes += [
+                f"{f'data {source}'.strip()}: {count} prompts of {split} left out (task.max_prompt_tokens)"
+                for source, count in left_out.items()
+            ]
         self._index()
 
     def notes(self) -> list[str]:
@@ -115,13 +110,4 @@ class ProblemRows(DemonstrationTask, ChatTask):
 
     def problems(self, split: str) -> list[Problem]:
         """Returns the problems of a split. `ConfigError` if there is no such split."""
-        if split not in self._splits:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(SPLITS), remedy="name one of these splits"
-            )
-        return self._splits[split]
-
-
-def _texts(prompt: Prompt) -> list[str]:
-    """Returns the texts of a prompt that a tokenizer will have to encode."""
-    return [prompt.text] if prompt.chat is None else [str(each["content"]) for each in prompt.chat.messages]
+        return of_split(self._splits, split)

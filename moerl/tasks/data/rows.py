@@ -50,9 +50,12 @@ def problem(data: DataSet, row: Row, *, text_as: str) -> Problem:
         key, text = chat_key(chat), ""
     else:
         raise bad_row(row, f"{excerpt(repr(value), 120)} under key {data.prompt!r}", "a non-empty text, or messages")
-    response = _response(data, row, answer)
+    response = row.values.get(data.response) if data.response is not None else None
+    if response is not None and not isinstance(response, str):
+        raise bad_row(row, f"{excerpt(repr(response), 120)} under key {data.response!r}", "a text")
     name = f"{data.name}:{row.label}" if data.name else row.label
-    return Problem(Prompt(name, text, row.values, chat, data.name), row.place, key, response)
+    prompt = Prompt(name, text, row.values, chat, data.name)
+    return Problem(prompt, row.place, key, answer if response is None else response)
 
 
 def stays(data: DataSet, row: Row) -> bool:
@@ -100,15 +103,6 @@ def _chat(data: DataSet, row: Row, messages: list[Any], tools: object) -> tuple[
         return read_chat(messages, tools, data.system)
     except MessagesError as error:
         raise bad_row(row, error.seen, error.expected) from error
-
-
-def _response(data: DataSet, row: Row, answer: str | None) -> str | None:
-    if data.response is None:
-        return answer
-    value = row.values.get(data.response)
-    if value is not None and not isinstance(value, str):
-        raise bad_row(row, f"{excerpt(repr(value), 120)} under key {data.response!r}", "a text")
-    return answer if value is None else value
 
 
 def bad_row(row: Row, seen: str, expected: str) -> ConfigError:

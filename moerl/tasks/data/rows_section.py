@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,6 @@ _NOT_OPTIONS = ("conversation", "messages", "tools", "documents", "chat_template
 
 class RowsSection(SetKeys, TaskSection):
     """Sets of rows, how prompts are made of them, and how they are split."""
-
-    may_change: ClassVar = frozenset[str]()
 
     sets: dict[SetName, SetEntry] = Field(
         description="Several sets by name, each with keys of its own in place of those of the task, and a weight."
@@ -83,13 +81,7 @@ class RowsSection(SetKeys, TaskSection):
     def check(self, *, sft_steps: int) -> None:
         for data in self.data_sets:
             check_set(data)
-        if self.heldout_fraction + self.dev_fraction >= 1.0:
-            raise ConfigError(
-                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
-                seen=f"{self.heldout_fraction} + {self.dev_fraction}",
-                expected="a sum below 1",
-                remedy="lower one of them, for example task.heldout_fraction=0.1",
-            )
+        self.cut.check()
         taken = sorted(self.chat_options.keys() & set(_NOT_OPTIONS))
         if taken:
             raise ConfigError(

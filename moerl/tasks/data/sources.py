@@ -62,8 +62,13 @@ def read_set(data: DataSet, split: Split, seed: int) -> Iterator[Row] | None:
 
 
 def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterator[Row]:
-    path = data.path
-    if path is not None and not path.is_dir():
+    path, most = data.path, None
+    if path is None:
+        return _rows(data, f"{data.hub}/{split}", _hub(data, split, seed))
+    if path.is_dir():
+        most = most_bytes(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        name, rows = f"{path.name}/{split}", _directory(data, path, split, is_named, seed)
+    else:
         if is_named:
             raise ConfigError(
                 f"{data.of('splits')}: a file has no splits",
@@ -71,14 +76,11 @@ def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterat
                 expected="a directory, or a data set of the hub",
                 remedy=f"leave {data.of('splits')} away, or give the directory",
             )
-        if path.suffix == ".parquet":
-            return _rows(data, path.name, _parquet(data, [path], seed))
-        rows = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
-        return _shuffled(rows, seed) if data.streaming else rows
-    if path is not None:
-        most = most_bytes(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-        return _rows(data, f"{path.name}/{split}", _directory(data, path, split, is_named, seed), most)
-    return _rows(data, f"{data.hub}/{split}", _hub(data, split, seed))
+        if path.suffix != ".parquet":
+            lines = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
+            return _shuffled(lines, seed) if data.streaming else lines
+        name, rows = path.name, _parquet(data, [path], seed)
+    return _rows(data, name, _shuffled(iter(rows), seed) if data.streaming else rows, most)
 
 
 def _shuffled[T](rows: Iterator[T], seed: int) -> Iterator[T]:
@@ -94,7 +96,7 @@ def _shuffled[T](rows: Iterator[T], seed: int) -> Iterator[T]:
 
 def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return _saved(data, path, split, is_named, seed)
+        return _saved(data, path, split, is_named)
     files = sorted(path.glob("*.parquet"))
     chosen = [file for file in files if file.name.startswith(split)]
     if not chosen and not is_named:
@@ -110,25 +112,21 @@ def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int)
     return _parquet(data, chosen, seed)
 
 
-def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
+def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterator[Any]:
     if data.streaming:
         files = files.copy()
         random.Random(seed).shuffle(files)
-
-    def rows() -> Iterator[Any]:
-        for path in files:
-            batches = read_batches(path, rows=READ_ROWS)
-            while True:
-                with _reading(data, str(path)):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield from batch.to_pylist()
-
-    return _shuffled(rows(), seed) if data.streaming else rows()
+    for path in files:
+        batches = read_batches(path, rows=READ_ROWS)
+        while True:
+            with _reading(data, str(path)):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            yield from batch.to_pylist()
 
 
-def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
+def _saved(data: DataSet, path: Path, split: str, is_named: bool) -> Iterable[Any]:
     with _reading(data, str(path)):
         if irregular := find_irregular(path):
             raise OSError(errno.EINVAL, f"not a regular file, {irregular}")
@@ -139,12 +137,12 @@ def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> 
     if isinstance(saved, library.Dataset):
         if is_named:
             raise _no_split(data, split, "one set without splits")
-        return _shuffled(iter(saved), seed) if data.streaming else saved
+        return saved
     if split not in saved and not is_named and len(saved) == 1:
         split = next(iter(saved))
     if split not in saved:
         raise _no_split(data, split, ", ".join(map(str, saved)))
-    return _shuffled(iter(saved[split]), seed) if data.streaming else saved[split]
+    return saved[split]
 
 
 def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from moerl.errors import ConfigError
@@ -41,16 +40,12 @@ class SplitSet:
     def describe(self) -> str:
         """Returns one line for the user."""
         sizes = ", ".join(f"{split} {len(self.problems[split])}" for split in SPLITS)
-        left_out = [
-            f"{count} {what}"
-            for count, what in (
-                (self.num_filtered, "left out by filters"),
-                (self.num_repeated, "left out of one split because another has the same prompt"),
-            )
-            if count
-        ]
+        left_out = {
+            "left out by filters": self.num_filtered,
+            "left out of one split because another has the same prompt": self.num_repeated,
+        }
         name = self.data.name or self.data.hub or (self.data.path.name if self.data.path else "")
-        return f"data {name}: {sizes}" + "".join(f"; rows {each}" for each in left_out)
+        return f"data {name}: {sizes}" + "".join(f"; rows {count} {what}" for what, count in left_out.items() if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +60,16 @@ class Cut:
     """Seed of the order of each split; None keeps that of the files."""
     text_as: str
     """Kind of a prompt that is a text, `raw` or `user`: see `problem`."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` if no row is left to train on."""
+        if self.heldout + self.dev >= 1.0:
+            raise ConfigError(
+                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
+                seen=f"{self.heldout} + {self.dev}",
+                expected="a sum below 1",
+                remedy="lower one of them, for example task.heldout_fraction=0.1",
+            )
 
 
 def split_set(data: DataSet, cut: Cut) -> SplitSet:
@@ -84,14 +89,11 @@ def split_set(data: DataSet, cut: Cut) -> SplitSet:
                 continue
             if split != "train":
                 # Rows of another split may have the same numbers.
-                prompt = replace(each.prompt, prompt_id=_label(each.prompt.prompt_id, split))
-                each = replace(each, prompt=prompt)
+                name = each.prompt.prompt_id
+                name = name if f"/{split}:" in name else f"{split}-{name}"
+                each = replace(each, prompt=replace(each.prompt, prompt_id=name))
             found.problems[where].append(each)
     return found
-
-
-def _label(prompt_id: str, split: str) -> str:
-    return prompt_id if f"/{split}:" in prompt_id else f"{split}-{prompt_id}"
 
 
 def _part(digest: bytes, cut: Cut, own: Collection[str]) -> str:
@@ -154,17 +156,3 @@ def _repeated(problems: list[Problem], count: int) -> list[Problem]:
             each = replace(each, prompt=prompt)
         found.append(each)
     return found
-
-
-def rewritten(
-    problems: list[Problem], write: Callable[[Problem], Problem | None]
-) -> tuple[list[Problem], Counter[str]]:
-    """Returns problems as `write` returns them, and by set the number that it leaves out, by None."""
-    kept, left_out = list[Problem](), Counter[str]()
-    for each in problems:
-        new = write(each)
-        if new is None:
-            left_out[each.prompt.source] += 1
-        else:
-            kept.append(new)
-    return kept, left_out

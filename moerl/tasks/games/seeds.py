@@ -13,7 +13,7 @@ from moerl.contract.episodes import EpisodeTask
 from moerl.contract.ports import Chat, ChatTask, Prompt
 from moerl.errors import ConfigError, EpisodeError
 from moerl.sections import Count, Positive
-from moerl.tasks.section import TaskSection, require_prompts
+from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
 """First seed of each split; none reaches 2**31, which some libraries do not take."""
@@ -38,18 +38,14 @@ class SeedsSection(TaskSection):
     )
 
 
-class SeedsTask(EpisodeTask, ChatTask):
+class SeedsTask[C: SeedsSection](EpisodeTask, ChatTask):
     """Prompts that are the first texts of an environment, one for each seed. A subclass plays them.
 
     The splits have different seeds. An environment with few beginnings has the same ones in each.
     """
 
-    open_vocabulary = True
-    """The texts of an environment may hold any character."""
-
-    def __init__(self, config: SeedsSection) -> None:
-        self._name, self._text_as = str(config.name), config.text_as
-        self.turn_seconds = config.turn_seconds
+    def __init__(self, config: C) -> None:
+        self.config, self.turn_seconds = config, config.turn_seconds
         self._sizes = {"train": config.num_train, "dev": config.num_dev, "heldout": config.num_heldout}
         self._prompts: dict[str, list[Prompt]] = {split: [] for split in self._sizes}
 
@@ -63,40 +59,29 @@ class SeedsTask(EpisodeTask, ChatTask):
 
     def size(self, split: str) -> int:
         """Counts the prompts of a split."""
-        if split not in self._sizes:
-            raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
-            )
-        return self._sizes[split]
+        return of_split(self._sizes, split)
 
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of a split, begun when needed. `ConfigError` if the split has fewer."""
-        require_prompts(self._name, split, count, self.size(split), f"task.num_{split}")
+        require_prompts(self.config.name, split, count, self.size(split), f"task.num_{split}")
         known = self._prompts[split]
         if len(known) < count:
             seeds = [FIRST_SEED[split] + number for number in range(len(known), count)]
-            begun = zip(seeds, self.openings(seeds), strict=True)
-            known += [
-                self._prompt(f"{self._name}-{split}-{seed - FIRST_SEED[split]}", seed, opening)
-                for seed, opening in begun
-            ]
+            for seed, opening in zip(seeds, self.openings(seeds), strict=True):
+                text, chat = ("", chat_of(opening)) if self.has_chats else (f"{opening}\n", None)
+                prompt_id = f"{self.config.name}-{split}-{seed - FIRST_SEED[split]}"
+                known.append(Prompt(prompt_id, text, {"seed": seed, "opening": opening}, chat))
         return known[:count]
 
     @property
     def has_chats(self) -> bool:
-        return self._text_as == "chat"
+        return self.config.text_as == "chat"
 
     def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
         for split, size in self._sizes.items():
             written = [write(prompt) for prompt in self.prompts(split, size)]
             self._prompts[split] = [prompt for prompt in written if prompt is not None]
             self._sizes[split] = len(self._prompts[split])
-
-    def _prompt(self, prompt_id: str, seed: int, opening: str) -> Prompt:
-        facts = {"seed": seed, "opening": opening}
-        if self.has_chats:
-            return Prompt(prompt_id, "", facts, chat_of(opening))
-        return Prompt(prompt_id, f"{opening}\n", facts)
 
 
 def chat_of(opening: str) -> Chat:

@@ -27,7 +27,7 @@ class Talk:
         self.num_turns = 0
 
     @classmethod
-    def of(cls, prompt: Prompt, session: Session, max_turn_tokens: int | None) -> Talk:
+    def of(cls, prompt: Prompt, session: Session, max_turn_tokens: int | None = None) -> Talk:
         """Returns the talk of an episode's session."""
         return cls(session, None if prompt.chat is None else Conversation.of(prompt, session), max_turn_tokens)
 
@@ -42,6 +42,10 @@ class Talk:
         conversation = await Conversation.opened(self.session, chat_of(opening), agent_id)
         return Talk(conversation.session, conversation, self._max_turn_tokens)
 
+    def rewards(self, reward: float) -> dict[str, float]:
+        """Returns what all games report of a talk: `reward`, `accuracy`, 1 from a reward of 1 on, and `turns`."""
+        return {"reward": reward, "accuracy": float(reward >= 1.0), "turns": float(self.num_turns)}
+
     async def turn(self, heard: str) -> SampledTurn | None:
         """Returns the policy's next turn, None if nothing more can be sampled.
 
@@ -49,12 +53,19 @@ class Talk:
         """
         if self.session.is_over:
             return None
-        if self.num_turns and self._conversation is not None:
-            await self._conversation.observe({"role": "user", "content": heard})
-        elif self.num_turns:
-            self.session.observe(f"\n{heard}\n")
-        if self.session.is_over:
-            return None
+        if self.num_turns:
+            await self.hear(heard)
+        return None if self.session.is_over else await self.sample()
+
+    async def hear(self, text: str) -> None:
+        """Appends a text of the environment behind a turn."""
+        if self._conversation is not None:
+            await self._conversation.observe({"role": "user", "content": text})
+        else:
+            self.session.observe(f"\n{text}\n")
+
+    async def sample(self) -> SampledTurn:
+        """Has the policy go on. Raises as `Session.sample` does."""
         turn = await (self._conversation or self.session).sample(self._max_turn_tokens)
         self.num_turns += 1
         return turn

@@ -72,14 +72,37 @@ def json_schema(*, schema: Mapping[str, Any] | None, column: str | None) -> Scor
         if checks is None:
             found = row[column or ""]
             checks = validator(json.loads(found) if isinstance(found, str) else found)
-        blocks = _FENCE.findall(response)
         try:
-            value = json.loads(blocks[-1] if blocks else response)
+            value = json.loads(last_block(response))
         except ValueError:
             return 0.0
         return float(checks.is_valid(value))
 
     return score
+
+
+def reasoning(*, dataset: str, size: int, options: Mapping[str, Any]) -> Score:
+    """Makes a reward of the own score of one of reasoning-gym's sets, from 0 to 1; some evaluate answers as Python. A
+    row has the `seed` of a set and the `index` of the problem: the problem itself may hold what no process can be
+    sent."""
+    # Seconds to import, and only in the process of such a reward.
+    import reasoning_gym
+
+    sets: dict[int, Any] = {}
+
+    def score(row: Mapping[str, Any], response: str) -> float:
+        seed = row["seed"]
+        if seed not in sets:
+            sets[seed] = reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options)
+        return float(sets[seed].score_answer(response, sets[seed][row["index"]]))
+
+    return score
+
+
+def last_block(response: str) -> str:
+    """Returns the last fenced block of a response; all of the response if it has none."""
+    blocks = _FENCE.findall(response)
+    return blocks[-1] if blocks else response
 
 
 def _answer(row: Mapping[str, Any], column: str, pattern: str | None) -> str:

@@ -96,16 +96,8 @@ class RewardChild:
         faults, theirs = os.pipe()
         # -P keeps the folder of this package off the child's import path; -u shows what is printed when it is.
         worker = [sys.executable, "-P", "-u", str(_WORKER), str(theirs)]
-        self._process = start_guarded(
-            worker,
-            memory_bytes,
-            theirs,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            bufsize=0,
-            cwd=folder,
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), PIPE)
+        self._process = start_guarded(worker, memory_bytes, theirs, **pipes, bufsize=0, cwd=folder)
         os.close(theirs)
         self._requests, self._replies = _pipe(self._process.stdin), _pipe(self._process.stdout)
         self._prints, self._faults = _pipe(self._process.stderr), os.fdopen(faults, "rb", buffering=0)
@@ -181,17 +173,18 @@ class RewardChild:
 
     def _show(self) -> None:
         """Shows what was printed."""
-        data = self._prints.read(_READ_BYTES)
-        if data == b"":
-            self._heard.discard(self._prints)
-        self._shown.feed(data or b"", sys.stderr)
+        self._shown.feed(self._take(self._prints), sys.stderr)
 
     def _hear(self) -> None:
         """Reads what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
-        data = self._faults.read(_READ_BYTES)
+        self._said = (self._said + self._take(self._faults))[:_READ_BYTES]
+
+    def _take(self, pipe: IO[bytes]) -> bytes:
+        """Reads what has come by a pipe, which is not waited for any more once it has ended."""
+        data = pipe.read(_READ_BYTES)
         if data == b"":
-            self._heard.discard(self._faults)
-        self._said = (self._said + (data or b""))[:_READ_BYTES]
+            self._heard.discard(pipe)
+        return data or b""
 
     def _status(self) -> bytes:
         self._hear()
@@ -216,14 +209,13 @@ class RewardChild:
         how = f"by signal {_signal_name(-code)}" if code < 0 else f"with code {code}"
         return self._lost(f"its process ended {how}", from_outside=code == -signal.SIGKILL)
 
-    def _lost(
-        self, cause: str, *, late: bool = False, out_of_memory: bool = False, from_outside: bool = False
-    ) -> ChildLostError:
+    def _lost(self, cause: str, **why: bool) -> ChildLostError:
+        """Ends the process, and returns its loss. why: as of `ChildLostError`."""
         self._hear()
         self.kill()
         dump = self._said.rpartition(b"most recent call first")[2].decode(errors="replace")
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
-        return ChildLostError(cause, where(frames), late=late, out_of_memory=out_of_memory, from_outside=from_outside)
+        return ChildLostError(cause, where(frames), **why)
 
 
 def where(frames: Sequence[Frame]) -> str:

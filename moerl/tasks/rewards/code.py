@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,28 +16,23 @@ from typing import Any
 
 from moerl.errors import ending
 from moerl.processes.host import end_group, start_spared, wait_for
+from moerl.tasks.rewards.builtin import last_block
 from moerl.tasks.rewards.sandbox import outcomes
 from moerl.tasks.rewards.sandbox.limits import MAX_FILE_BYTES
 
 _START = "import sys; sys.path.insert(0, {!r}); from moerl.tasks.rewards.sandbox.start import main; sys.path.pop(0)"
 _ROOT = str(Path(__file__).parents[3])
-_FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 OUTCOMES = ("passed", "failed", "timeout", "memory", "blocked", "error")
 """Outcomes of a run of a program."""
 
-_OF_SIGNALS = {-signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout"}
-"""Signals of the limit of CPU time."""
-_OF_PROGRAM = {0: "passed", outcomes.MEMORY: "memory", outcomes.BLOCKED: "blocked", **_OF_SIGNALS}
-"""Exit codes without tests: the program chooses them, and they say nothing about its output."""
-_OF_TESTS = {
-    outcomes.PASSED: "passed",
-    outcomes.FAILED: "failed",
-    outcomes.MEMORY: "memory",
-    outcomes.BLOCKED: "blocked",
-    outcomes.TIMEOUT: "timeout",
-    **_OF_SIGNALS,
+_OF_LIMITS = {
+    **{outcomes.MEMORY: "memory", outcomes.BLOCKED: "blocked"},
+    **{-signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout"},  # signals of the limit of CPU time
 }
+_OF_PROGRAM = {0: "passed", **_OF_LIMITS}
+"""Exit codes without tests: the program chooses them, and they say nothing about its output."""
+_OF_TESTS = {outcomes.PASSED: "passed", outcomes.FAILED: "failed", outcomes.TIMEOUT: "timeout", **_OF_LIMITS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ def code(
 
     def score(row: Mapping[str, Any], response: str) -> dict[str, float]:
         tests = read_tests(row.get(column), column)
-        program, outcomes = program_of(response), list[str]()
+        program, outcomes = last_block(response), list[str]()
         for test in tests:
             outcomes.append(_test(program, test, program_seconds, program_memory_bytes))
             if outcomes[-1] != "passed" and not partial:
@@ -72,12 +66,6 @@ def code(
         return found | {each: float(each == worst) for each in OUTCOMES}
 
     return score
-
-
-def program_of(response: str) -> str:
-    """Returns the last fenced block of a response; all of the response if it has none."""
-    blocks = _FENCE.findall(response)
-    return blocks[-1] if blocks else response
 
 
 def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:

@@ -13,11 +13,10 @@ import msgspec
 
 from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
-from moerl.http.blocking import BlockingClient, WholeAnswer
+from moerl.http.blocking import BlockingClient
 from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
-from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, MakeChild
-from moerl.tasks.rewards.scorer import Rewards
+from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, Rewards
 from moerl.tasks.rewards.section import FIELD, JudgeReward
 from moerl.telemetry.terminal import excerpt
 
@@ -98,13 +97,6 @@ class Judge:
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         return self._pool.submit(self._score, prompt, response)
-
-    @property
-    def num_processes(self) -> int:
-        return 0
-
-    def place(self, make_child: MakeChild) -> None:
-        """Does nothing: threads of the controller send the requests."""
 
     def close(self) -> None:
         self._is_closed.set()
@@ -217,7 +209,13 @@ class Judge:
         except NoAnswerError as error:
             raise _FailedError(f"{error.what}: {error.seen}", again=True, may_be_response=False) from error
         if answer.status != 200:
-            raise self._refused(answer)
+            pause = answer.headers.get("Retry-After", "")
+            raise _FailedError(
+                f"status {answer.status}: {excerpt_of(answer.content, self._key)}",
+                again=answer.status in _AGAIN,
+                may_be_response=answer.status in _OF_QUESTION,
+                pause_seconds=float(pause) if re.fullmatch("[0-9]+", pause) else 0.0,
+            )
         try:
             reply = decoded(answer.content, _REPLY.decode).choices[0].message.content
         except NoAnswerError as error:
@@ -229,12 +227,3 @@ class Judge:
                 again=True,
             )
         return reply
-
-    def _refused(self, answer: WholeAnswer) -> _FailedError:
-        pause = answer.headers.get("Retry-After", "")
-        return _FailedError(
-            f"status {answer.status}: {excerpt_of(answer.content, self._key)}",
-            again=answer.status in _AGAIN,
-            may_be_response=answer.status in _OF_QUESTION,
-            pause_seconds=float(pause) if re.fullmatch("[0-9]+", pause) else 0.0,
-        )

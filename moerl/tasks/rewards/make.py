@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError
 from moerl.reading import read_json
 from moerl.tasks.rewards import section
 from moerl.tasks.rewards.pool import RewardPool
-from moerl.tasks.rewards.process import MakeChild, RewardProcess
-from moerl.tasks.rewards.scorer import RewardPart, Rewards, RewardScorer, WeightedReward
+from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.scorer import RewardPart, RewardScorer, WeightedReward
 
 _MAKERS = {
     "math": "moerl.tasks.rewards.builtin:math",
@@ -22,26 +20,6 @@ _MAKERS = {
     "code": "moerl.tasks.rewards.code:code",
 }
 """By kind, the maker of the function that is called in a process."""
-
-
-class ProcessReward:
-    """A function in processes of its own."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
-
-    def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
-        return self._pool.submit(prompt.facts, response)
-
-    @property
-    def num_processes(self) -> int:
-        return self._pool.num_processes
-
-    def place(self, make_child: MakeChild) -> None:
-        self._pool.place(make_child)
-
-    def close(self) -> None:
-        self._pool.close()
 
 
 def make_scorer(rewards: Mapping[str, section.Reward], accuracy: str | None) -> RewardScorer:
@@ -96,19 +74,14 @@ def _part(key: str, reward: section.Reward) -> RewardPart:
         from moerl.tasks.rewards.judge import Judge
 
         return Judge(reward, key)
+    settings, many, batch_size = None, False, 1
     if isinstance(reward, section.FunctionReward):
-        many = reward.takes == "many"
-        processes = [
-            RewardProcess(reward.function, reward.timeout_seconds, reward.memory_bytes, f"{key}.function", None, many)
-            for _ in range(reward.workers)
-        ]
-        return ProcessReward(RewardPool(processes, reward.batch_size))
-    settings = _settings(key, reward)
-    processes = [
-        RewardProcess(_MAKERS[reward.kind], reward.timeout_seconds, reward.memory_bytes, f"{key}.function", settings)
-        for _ in range(reward.workers)
-    ]
-    return ProcessReward(RewardPool(processes))
+        function, many, batch_size = reward.function, reward.takes == "many", reward.batch_size
+    else:
+        function, settings = _MAKERS[reward.kind], _settings(key, reward)
+    limits = (reward.timeout_seconds, reward.memory_bytes)
+    processes = [RewardProcess(function, *limits, f"{key}.function", settings, many) for _ in range(reward.workers)]
+    return RewardPool(processes, batch_size)
 
 
 def _settings(key: str, reward: section.ProcessKeys) -> dict[str, Any]:
@@ -116,15 +89,13 @@ def _settings(key: str, reward: section.ProcessKeys) -> dict[str, Any]:
     settings = reward.model_dump(exclude={"kind", *section.ProcessKeys.model_fields})
     if isinstance(reward, section.JsonReward):
         del settings["file"]
-        settings["schema"] = None if reward.file is None else _schema(key, reward)
+        try:
+            settings["schema"] = None if reward.file is None else read_json(reward.file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{key}.file: cannot be read",
+                seen=error,
+                expected="a JSON schema",
+                remedy="check the path and the file",
+            ) from error
     return settings
-
-
-def _schema(key: str, reward: section.JsonReward) -> Any:
-    assert reward.file is not None
-    try:
-        return read_json(reward.file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{key}.file: cannot be read", seen=error, expected="a JSON schema", remedy="check the path and the file"
-        ) from error

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
+from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
 from moerl.processes.host import EXIT_SECONDS
-from moerl.tasks.rewards.process import MakeChild, RewardProcess
-
-Rewards = dict[str, float]
+from moerl.tasks.rewards.process import MakeChild, RewardProcess, Rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +19,7 @@ class _Call:
     """A response that waits for its rewards."""
 
     future: Future[Rewards]
-    row: Mapping[str, Any]
+    prompt: Prompt
     response: str
 
 
@@ -30,7 +28,7 @@ CLOSE_SECONDS = 4 * EXIT_SECONDS
 
 
 class RewardPool:
-    """Reward processes that work side by side, each with one thread of this process that waits for it.
+    """A `RewardPart` of processes that work side by side, each with one thread of this process that waits for it.
 
     A call waits in a queue until a process is free; only then its time limit begins. The queue has no limit of its own:
     it holds responses that the caller keeps anyway. A process is started when more calls wait than running processes
@@ -39,23 +37,27 @@ class RewardPool:
     Args:
         processes: one for each worker, at least one; none is started yet.
         batch_size: most responses of one call of a process. It gets those that wait, and waits for no more.
+
+    Attributes:
+        num_processes: processes that there will be, at most.
     """
 
     def __init__(self, processes: Sequence[RewardProcess], batch_size: int = 1) -> None:
         self._processes, self._batch_size = processes, batch_size
+        self.num_processes = len(processes)
         self._threads: list[threading.Thread] = []
         self._queue: deque[_Call] = deque()
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def submit(self, row: Mapping[str, Any], response: str) -> Future[Rewards]:
+    def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         """Has a response rewarded by one of the processes; returns at once. The future raises what
         `RewardProcess.score` raises."""
         future: Future[Rewards] = Future()
         with self._changed:
             assert not self._is_closed, "a closed task rewards nothing"
-            self._queue.append(_Call(future, row, response))
+            self._queue.append(_Call(future, prompt, response))
             if len(self._queue) > self._num_idle and len(self._threads) < len(self._processes):
                 process = self._processes[len(self._threads)]
                 # A daemon: a function that hangs does not hold up the end of the run.
@@ -64,11 +66,6 @@ class RewardPool:
                 thread.start()
             self._changed.notify()
         return future
-
-    @property
-    def num_processes(self) -> int:
-        """Most processes that there will be."""
-        return len(self._processes)
 
     def place(self, make_child: MakeChild) -> None:
         """Runs the function in processes that `make_child` starts, from now on. Call while no reward is awaited."""
@@ -116,7 +113,8 @@ def _results(process: RewardProcess, calls: Sequence[_Call]) -> Iterator[Rewards
     """Yields the rewards of each call, or its error, as they come. Calls that fail together are repeated one by one, so
     that no response fails because of another."""
     try:
-        found = process.score_all([call.row for call in calls], [call.response for call in calls]) if calls else []
+        rows = [call.prompt.facts for call in calls]
+        found = process.score_all(rows, [call.response for call in calls]) if calls else []
     except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
         if isinstance(error, RewardError) and len(calls) > 1:
             for call in calls:

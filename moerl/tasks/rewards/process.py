@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moerl.errors import ConfigError, RewardError
+from moerl.errors import RewardError, undoing
 from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, ChildProcess, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
+from moerl.user_function import not_loaded
 
 IMPORT_SECONDS = 120.0
 """Longest time of the import of a user's module."""
@@ -28,6 +29,9 @@ PLAIN_RESPONSE = "1"
 
 UNSCORED = "unscored"
 """Name next to the rewards of a built-in kind: 1 if they are 0 because the response made the call fail."""
+
+Rewards = dict[str, float]
+"""Rewards of a response by name."""
 
 MakeChild = Callable[[int, ShownLines], ChildProcess]
 """Starts a process. Args: most bytes of its memory, and the lines that get what it prints."""
@@ -46,9 +50,6 @@ class RewardProcess:
         key: Key of the configuration that names the function; errors name it and its neighbours.
         settings: Settings of a built-in kind, for which `function` names the maker; None = `function` is the user's.
         many: True if the function is called with ``(rows, response_texts)``.
-
-    Raises:
-        ConfigError: `function` has another form.
     """
 
     def __init__(
@@ -60,18 +61,9 @@ class RewardProcess:
         settings: Mapping[str, Any] | None = None,
         many: bool = False,
     ) -> None:
-        module, colon, attribute = function.partition(":")
-        if not (module and colon and attribute.isidentifier()):
-            raise ConfigError(
-                f"{key} does not name a function",
-                seen=repr(function),
-                expected="package.module:function",
-                remedy="write the module, a colon and the function",
-            )
         self._function, self._key = function, key
-        self._hello: dict[str, Any] = {"function": function, "many": many}
-        if settings is not None:
-            self._hello["settings"] = dict(settings)
+        own = {} if settings is None else {"settings": dict(settings)}
+        self._hello: dict[str, Any] = {"function": function, "many": many, **own}
         self._timeout_seconds = timeout_seconds
         self._memory_bytes = memory_bytes
         self._is_builtin = settings is not None
@@ -85,12 +77,16 @@ class RewardProcess:
         self.close()
         self._make_child = make_child
 
-    def start(self) -> None:
-        """Starts the process, unless it runs. Raises `ConfigError` if the function cannot be imported, `ChildLostError`
-        if something else ended the process meanwhile."""
-        self._running()
+    def start(self) -> ChildProcess:
+        """Returns the process; starts it, unless it runs. Raises `ConfigError` if the function cannot be imported,
+        `ChildLostError` if something else ended the process meanwhile."""
+        if self._child is None:
+            self._child = self._make_child(self._memory_bytes, self._shown)
+            with undoing(self.close):
+                self._import(self._child)
+        return self._child
 
-    def score(self, row: Mapping[str, Any], response: str) -> dict[str, float]:
+    def score(self, row: Mapping[str, Any], response: str) -> Rewards:
         """Returns named rewards of a response, `reward` and `accuracy` among them. Starts the process if need be.
 
         Raises:
@@ -103,9 +99,7 @@ class RewardProcess:
             raise result
         return result
 
-    def score_all(
-        self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[dict[str, float] | RewardError]:
+    def score_all(self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[Rewards | RewardError]:
         """Scores several responses in one call, as `score` does one: returns for each its rewards, or its error.
 
         Raises:
@@ -117,7 +111,7 @@ class RewardProcess:
             return [self._blamed(row, response) for row, response in zip(rows, responses, strict=True)]
         return self._called(rows, responses)
 
-    def _blamed(self, row: Mapping[str, Any], response: str) -> dict[str, float] | RewardError:
+    def _blamed(self, row: Mapping[str, Any], response: str) -> Rewards | RewardError:
         """Returns the rewards of a built-in kind: 0 if the response alone makes the call fail, an error if something
         else does."""
         result = self._called_alone(row, response)
@@ -128,15 +122,13 @@ class RewardProcess:
         plain = self._called_alone(row, PLAIN_RESPONSE)
         return result if isinstance(plain, RewardError) else {**dict.fromkeys(plain, 0.0), UNSCORED: 1.0}
 
-    def _called_alone(self, row: Mapping[str, Any], response: str) -> dict[str, float] | RewardError:
+    def _called_alone(self, row: Mapping[str, Any], response: str) -> Rewards | RewardError:
         try:
             return self._called([row], [response])[0]
         except RewardError as error:
             return error
 
-    def _called(
-        self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[dict[str, float] | RewardError]:
+    def _called(self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[Rewards | RewardError]:
         asked = {"rows": [dict(row) for row in rows], "responses": list(responses)}
         try:
             reply = self._ask(asked, len(rows) * MAX_REPLY_BYTES)
@@ -158,7 +150,7 @@ class RewardProcess:
         """
         for is_last in (False, True):
             try:
-                reply = self._running().ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
+                reply = self.start().ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
             except ChildLostError as lost:
                 self._child = None
                 if is_last or self._is_stopped or not (lost.from_outside or self._is_builtin):
@@ -172,10 +164,19 @@ class RewardProcess:
             return reply
         raise AssertionError("the last try returns or raises")
 
-    def _read(self, result: Mapping[str, Any]) -> dict[str, float] | RewardError:
+    def _read(self, result: Mapping[str, Any]) -> Rewards | RewardError:
         """Returns the rewards of one response, or its error."""
         if "rewards" in result:
-            return self._checked(result["rewards"])
+            rewards: Rewards = result["rewards"]
+            refused = next((name for name in rewards if not is_reward_name(name) or name == UNSCORED), None)
+            if refused is None:
+                return rewards
+            return RewardError(
+                f"reward function {self._function} returned a name that no metric can have",
+                seen=excerpt(repr(refused)),
+                expected=f"names of up to 64 letters, digits and the characters _ . -, but '{UNSCORED}'",
+                remedy="rename the entry of the mapping",
+            )
         if result.get("memory"):
             return self._out_of_memory(_told(result))
         return RewardError(
@@ -198,47 +199,27 @@ class RewardProcess:
         if child is not None:
             child.end()
 
-    def _running(self) -> ChildProcess:
-        """Returns the process; starts one if there is none."""
-        if self._child is None:
-            self._child = self._make_child(self._memory_bytes, self._shown)
-            try:
-                self._import(self._child)
-            except BaseException:  # whatever interrupts the waiting leaves nothing running
-                self.close()
-                raise
-        return self._child
-
     def _import(self, child: ChildProcess) -> None:
         # Another thread may have called `stop` before there was a process to end.
         if self._is_stopped:
-            raise self._not_imported("the task is closed")
+            raise not_loaded(self._key, self._function, "the task is closed")
         try:
             reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
             if lost.from_outside:
                 raise
-            raise self._not_imported(str(lost)) from lost
+            raise not_loaded(self._key, self._function, str(lost)) from lost
         if "ready" not in reply:
-            raise self._not_imported(_told(reply))
-
-    def _not_imported(self, seen: str) -> ConfigError:
-        return ConfigError(
-            f"{self._key}: cannot import {self._function}",
-            seen=seen,
-            expected="an importable module with a function of that name",
-            remedy="check the name; the module must be in the current directory or in a folder on PYTHONPATH",
-        )
+            raise not_loaded(self._key, self._function, _told(reply))
 
     def _unanswered(self, lost: ChildLostError) -> RewardError:
         if lost.out_of_memory:
             return self._out_of_memory(str(lost))
+        expected = "a function that returns, and leaves its process and its descriptors alone"
+        remedy = "make the function return a reward for this row and response"
         if lost.late:
             expected = f"a reward within {self._timeout_seconds:g} s"
             remedy = f"make the function return in time, or raise {self._near('timeout_seconds')}"
-        else:
-            expected = "a function that returns, and leaves its process and its descriptors alone"
-            remedy = "make the function return a reward for this row and response"
         what = f"reward function {self._function} gave no answer"
         return RewardError(what, seen=str(lost), expected=expected, remedy=remedy)
 
@@ -254,17 +235,6 @@ class RewardProcess:
         """Returns the path of a neighbour of the function's key."""
         section = self._key.removesuffix(".function")
         return f"{self._key}_{name}" if section == self._key else f"{section}.{name}"
-
-    def _checked(self, rewards: dict[str, float]) -> dict[str, float] | RewardError:
-        for name in rewards:
-            if not is_reward_name(name) or name == UNSCORED:
-                return RewardError(
-                    f"reward function {self._function} returned a name that no metric can have",
-                    seen=excerpt(repr(name)),
-                    expected=f"names of up to 64 letters, digits and the characters _ . -, but '{UNSCORED}'",
-                    remedy="rename the entry of the mapping",
-                )
-        return rewards
 
 
 def _told(reply: Mapping[str, Any]) -> str:

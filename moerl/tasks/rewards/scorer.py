@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from moerl.contract.ports import Prompt
 from moerl.errors import MoerlError, RewardError
-from moerl.tasks.rewards.process import UNSCORED, MakeChild
+from moerl.tasks.rewards.pool import RewardPool
+from moerl.tasks.rewards.process import UNSCORED, MakeChild, Rewards
 from moerl.telemetry.terminal import excerpt
-
-Rewards = dict[str, float]
 
 
 class RewardPart(Protocol):
@@ -24,15 +23,6 @@ class RewardPart(Protocol):
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         """Asks for named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError`
         if this response has none, `ConfigError` if no response can have one."""
-        ...
-
-    @property
-    def num_processes(self) -> int:
-        """Most processes that its functions run in."""
-        ...
-
-    def place(self, make_child: MakeChild) -> None:
-        """Runs its functions, if it has any, in processes that `make_child` starts. Call while no reward is awaited."""
         ...
 
     def close(self) -> None:
@@ -58,10 +48,15 @@ class RewardScorer:
     Args:
         parts: at least one.
         accuracy: name of the part whose accuracy is reported.
+
+    Attributes:
+        num_processes: processes that functions of all parts run in, at most.
     """
 
     def __init__(self, parts: Sequence[WeightedReward], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
+        self._pools = [part.source for part in parts if isinstance(part.source, RewardPool)]
+        self.num_processes = sum(pool.num_processes for pool in self._pools)
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
         """Asks for the rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name.
@@ -74,13 +69,10 @@ class RewardScorer:
             place: place of the prompt's row, for messages.
         """
         text = response.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return _Sum(self, prompt, place, text)
+        asked = [part.source.submit(prompt, text) for part in self._parts]
+        return _Sum(asked, lambda: self._total(asked, prompt, place, text))
 
-    def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
-        """Asks each part, in their order."""
-        return [part.source.submit(prompt, response) for part in self._parts]
-
-    def total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
+    def _total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
         """Returns the rewards of a response whose parts are all done. Raises as the future of `score`."""
         found = dict[str, Rewards]()
         for part, future in zip(self._parts, parts, strict=True):
@@ -106,15 +98,10 @@ class RewardScorer:
             rewards |= {f"{name}.{key}": each for key, each in values.items() if key not in ("reward", "accuracy")}
         return rewards
 
-    @property
-    def num_processes(self) -> int:
-        """Most processes that functions of all parts run in."""
-        return sum(part.source.num_processes for part in self._parts)
-
     def place(self, make_child: MakeChild) -> None:
-        """Places all parts, as `RewardPart.place` does one."""
-        for part in self._parts:
-            part.source.place(make_child)
+        """Places the processes of all parts, as `RewardPool.place` does those of one."""
+        for pool in self._pools:
+            pool.place(make_child)
 
     def close(self) -> None:
         """Ends the threads and processes of all parts."""
@@ -129,15 +116,13 @@ def _share(weight: float, rewards: Rewards) -> float:
 
 
 class _Sum(Future[Rewards]):
-    """Future of all parts: done once they are done; its `cancel` cancels them."""
+    """Future of all parts: done once they are done, with what `total` returns; its `cancel` cancels them."""
 
-    def __init__(self, scorer: RewardScorer, prompt: Prompt, place: str, response: str) -> None:
+    def __init__(self, parts: Sequence[Future[Rewards]], total: Callable[[], Rewards]) -> None:
         super().__init__()
-        self._scorer, self._asked = scorer, (prompt, place, response)
+        self._parts, self._total, self._num_left = parts, total, len(parts)
         self._lock = threading.Lock()
-        self._parts = scorer.submit(prompt, response)
-        self._num_left = len(self._parts)
-        for part in self._parts:
+        for part in parts:
             part.add_done_callback(self._count)
 
     def cancel(self) -> bool:
@@ -154,7 +139,7 @@ class _Sum(Future[Rewards]):
         if not is_last or self.cancelled() or not self.set_running_or_notify_cancel():
             return
         try:
-            self.set_result(self._scorer.total(self._parts, *self._asked))
+            self.set_result(self._total())
         except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
             self.set_exception(error)
 

@@ -96,7 +96,10 @@ def _name(name: object) -> str:
 
 
 def _number(what: str, value: object) -> float:
-    number = _scalar(value)
+    number = value
+    # Numbers of numpy and torch of no dimension become Python's; their booleans are no `Real`.
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        number = value.item()  # type: ignore[attr-defined]
     if not isinstance(number, Real):
         raise NotARewardError(f"{what} is {_kind(value)}, not a number: {_repr.repr(value)}")
     try:
@@ -108,13 +111,6 @@ def _number(what: str, value: object) -> float:
     if abs(result) > MAX_REWARD:
         raise NotARewardError(f"{what} is {result!r}, beyond {MAX_REWARD:g}: float32 cannot square it")
     return result
-
-
-def _scalar(value: object) -> object:
-    """Returns numpy's and torch's numbers of no dimension as Python's; their booleans are no `Real`."""
-    if not isinstance(value, Real) and getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return value.item()  # type: ignore[attr-defined]
-    return value
 
 
 def _kind(value: object) -> str:

@@ -10,8 +10,9 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
-from moerl.contract.episodes import Message, in_thread
+from moerl.contract.episodes import in_thread
 from moerl.errors import ConfigError
+from moerl.tasks.tools.loop import tool_schema
 
 
 class FunctionTool:
@@ -36,12 +37,7 @@ class FunctionTool:
         except (PydanticUserError, PydanticSchemaGenerationError, NameError) as error:
             raise _unusable(name, str(error).splitlines()[0]) from error
         self._is_async = inspect.iscoroutinefunction(function)
-        described = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}
-        self._schema: Message = {"type": "function", "function": described}
-
-    @property
-    def schema(self) -> Message:
-        return self._schema
+        self.schema = tool_schema(name, inspect.getdoc(function) or "", parameters)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         if self._is_async:

@@ -104,8 +104,7 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
             raised it.
         ConfigError: a tool has a schema that is none.
     """
-    box = _ToolBox(tools, max_calls)
-    box.check(chat)
+    box = _ToolBox(chat, tools, max_calls)
     written = await ToolFormat.of(chat.session.render, chat.tools) if tools else None
     num_turns = 0
     while True:
@@ -115,23 +114,21 @@ async def answer_with_tools(chat: Conversation, tools: Sequence[Tool], *, max_ca
         num_broken = 0 if written is None else written.num_broken(text)
         chat.session.count_calls(len(calls) + num_broken)
         is_final = not calls and not num_broken
-        if is_final or num_turns >= max_turns or chat.session.is_over:
+        is_last = is_final or num_turns >= max_turns or chat.session.is_over
+        if not is_last:
+            await chat.observe(*await box.carry_out(calls, num_broken))
+        if is_last or chat.session.is_over:
             return ToolAnswer(turn, text, is_final, num_turns, box.num_calls, box.num_failed)
-        await chat.observe(*await box.carry_out(calls, num_broken))
-        if chat.session.is_over:
-            return ToolAnswer(turn, text, False, num_turns, box.num_calls, box.num_failed)
 
 
 class _ToolBox:
     """Tools of a conversation by name, and the numbers of calls so far."""
 
-    def __init__(self, tools: Sequence[Tool], max_calls: int) -> None:
+    def __init__(self, chat: Conversation, tools: Sequence[Tool], max_calls: int) -> None:
         self._tools = {_name(each.schema): each for each in tools}
         self._validators = {_name(each.schema): _validator(each.schema) for each in tools}
         self._max_calls = max_calls
         self.num_calls, self.num_failed = 0, 0
-
-    def check(self, chat: Conversation) -> None:
         known = sorted(map(_name, chat.tools))
         if known != sorted(self._tools):
             raise EpisodeError(
@@ -177,6 +174,11 @@ class _ToolBox:
     def _failed(self, text: str) -> str:
         self.num_failed += 1
         return _cut(f"error: {text}")
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Message:
+    """Returns the schema of a tool, as `Tool.schema` has it. parameters: JSON schema of an object."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _name(schema: Message) -> str:

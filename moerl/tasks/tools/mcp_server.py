@@ -20,12 +20,12 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
-from moerl.contract.episodes import Message, in_thread
+from moerl.contract.episodes import in_thread
 from moerl.errors import ConfigError, EpisodeError, note_later, undoing
 from moerl.processes.host import end_guarded, start_guarded
-from moerl.tasks.tools.loop import Tool, ToolCallError
+from moerl.tasks.tools.loop import Tool, ToolCallError, tool_schema
 from moerl.telemetry.terminal import excerpt
 
 MAX_LINE_BYTES = 16 << 20
@@ -101,12 +101,7 @@ class _ServerTool:
 
     def __init__(self, client: Any, server: _Server, listed: Any) -> None:
         self._client, self._server, self._name = client, server, str(listed.name)
-        described = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
-        self._schema: Message = {"type": "function", "function": described}
-
-    @property
-    def schema(self) -> Message:
-        return self._schema
+        self.schema = tool_schema(listed.name, listed.description or "", listed.input_schema)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Returns the texts of a result; other contents are named.
@@ -197,19 +192,26 @@ class _Server:
         return os.pread(self._stderr.fileno(), _SAID_BYTES, max(size - _SAID_BYTES, 0)).decode(errors="replace").strip()
 
 
-class _Incoming:
+class _Stream:
+    """Base of both directions: the server ends with its transport, and not with a stream."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Does nothing."""
+
+
+class _Incoming(_Stream):
     """Messages of a server, in the form of a read stream of MCP."""
 
     def __init__(self, server: _Server, reader: asyncio.StreamReader) -> None:
         self._server, self._reader = server, reader
         self._message: Any = _library("mcp.shared.message").SessionMessage
         self._read: Any = _library("mcp_types").jsonrpc_message_adapter.validate_json
-
-    async def __aenter__(self) -> _Incoming:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
 
     def __aiter__(self) -> _Incoming:
         return self
@@ -232,22 +234,13 @@ class _Incoming:
         """Returns the next message as `__anext__` does."""
         return await anext(self)
 
-    async def aclose(self) -> None:
-        """Does nothing: the server ends with its transport."""
 
-
-class _Outgoing:
+class _Outgoing(_Stream):
     """Messages to a server, in the form of a write stream of MCP."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._broken: Any = _library("anyio").BrokenResourceError
-
-    async def __aenter__(self) -> _Outgoing:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
 
     async def send(self, item: Any) -> None:
         """Sends one message."""
@@ -257,9 +250,6 @@ class _Outgoing:
             await self._writer.drain()
         except OSError as error:
             raise self._broken from error
-
-    async def aclose(self) -> None:
-        """Does nothing: the server ends with its transport."""
 
 
 def _program(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:

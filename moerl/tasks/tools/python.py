@@ -10,7 +10,7 @@ from typing import Any
 from moerl.contract.episodes import Message, in_thread
 from moerl.errors import EpisodeError
 from moerl.tasks.rewards.code import ProgramResult, run_program
-from moerl.tasks.tools.loop import ToolCallError
+from moerl.tasks.tools.loop import ToolCallError, tool_schema
 
 
 class PythonTool:
@@ -33,18 +33,9 @@ class PythonTool:
     def schema(self) -> Message:
         """Schema with one parameter, `code`."""
         code = {"type": "string", "description": "The program."}
-        parameters = {
-            "type": "object",
-            "properties": {"code": code},
-            "required": ["code"],
-            "additionalProperties": False,
-        }
-        described = {
-            "name": "python",
-            "description": "Runs a Python program and returns what it prints. Each program starts anew.",
-            "parameters": parameters,
-        }
-        return {"type": "function", "function": described}
+        about = "Runs a Python program and returns what it prints. Each program starts anew."
+        limits = {"required": ["code"], "additionalProperties": False}
+        return tool_schema("python", about, {"type": "object", "properties": {"code": code}, **limits})
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Returns what a program printed.

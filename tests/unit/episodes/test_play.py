@@ -17,7 +17,7 @@ from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Trajectory
-from moerl.episodes.patience import Patience
+from moerl.episodes.limits import Patience
 from moerl.episodes.play import Episode, play
 from moerl.errors import ContractError, EngineError, RequestRefusedError, RewardError
 from moerl.rollout.stream import left_out

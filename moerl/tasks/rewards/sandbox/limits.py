@@ -69,7 +69,8 @@ def restrict(limits: Limits, parent: int) -> None:
         resource.setrlimit(limit, (value, value))
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     _allow_files(libc, limits.folder)
-    _drop_capabilities(libc)
+    # Root without capabilities is a user who owns root's files.
+    _check(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capabilities")
     _check(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "no dumps")
     _check(libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "end with the parent")
     if os.getppid() != parent:
@@ -109,8 +110,3 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
         return
     _check(libc.syscall(445, rules, 1, struct.pack("=Qi", rights, beneath), 0), f"Landlock, {path}")
     os.close(beneath)
-
-
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drops all capabilities: root without them is a user who owns root's files."""
-    _check(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capabilities")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from moerl.tasks.rewards.sandbox.values import Wire
+from moerl.tasks.rewards.sandbox.values import Wire, describe
 
 MAX_MESSAGE_BYTES = 16 << 20
 _LENGTH_BYTES = 4
@@ -21,6 +22,39 @@ _LENGTH_BYTES = 4
 
 class PeerGoneError(BaseException):
     """Loss of the other process, or a message of another form. No `Exception`: tests must not catch it by accident."""
+
+
+class Border(ABC):
+    """Border to the other process: its pipes, and the objects that were handed over to it, by number."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self.peer = Peer(reading, writing, self._answer)
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    @abstractmethod
+    def _done(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+        """Does an operation that the other side asks for; returns the answer. May raise anything."""
+
+    @abstractmethod
+    def _export(self, value: Any) -> Wire:
+        """Returns the wire form of an object that does not cross as a copy."""
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
+
+    def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+        try:
+            return self._done(operation, arguments, named)
+        except PeerGoneError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - process boundary: the other side raises it
+            if isinstance(error, StopIteration) and operation == "__next__":
+                return ["stop"]
+            return describe(error, self._number, self._export)
 
 
 class Peer:

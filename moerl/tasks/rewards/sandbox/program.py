@@ -14,11 +14,10 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from moerl.tasks.rewards.sandbox.errors import describe, describe_class, python_class
 from moerl.tasks.rewards.sandbox.operations import AWAIT, GET, NAME, OPERATIONS, PING, SET
 from moerl.tasks.rewards.sandbox.outcomes import BLOCKED, ERROR, MEMORY
-from moerl.tasks.rewards.sandbox.peer import Peer, PeerGoneError
-from moerl.tasks.rewards.sandbox.values import Wire, decode, encode
+from moerl.tasks.rewards.sandbox.peer import Border, PeerGoneError
+from moerl.tasks.rewards.sandbox.values import Wire, decode, describe_class, encode, python_class
 
 MISSING = ["missing"]
 """Answer for a name that the program does not have."""
@@ -52,27 +51,21 @@ def serve(reading: int, writing: int, text: str) -> None:
         os._exit(0)
 
 
-class _Objects:
+class _Objects(Border):
     """Border to the tests: objects of the program by number, stand-ins for those of the tests."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self.peer = Peer(reading, writing, self._answer)
+        super().__init__(reading, writing)
         self.names: dict[str, Any] = {}
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
         self._of_tests: dict[int, OfTests] = {}
         self._operations = {
             **OPERATIONS,
             GET: getattr,
             SET: setattr,
-            NAME: self.names_of,
+            NAME: lambda name: self.names.get(name, MISSING),
             AWAIT: _await,
             PING: lambda: None,
         }
-
-    def names_of(self, name: str) -> Any:
-        """Returns the object of a name of the program; `MISSING` if there is none."""
-        return self.names.get(name, MISSING)
 
     def ask(self, operation: str, target: OfTests, *arguments: Any, **named: Any) -> Any:
         """Has the tests do an operation on one of their objects."""
@@ -86,23 +79,16 @@ class _Objects:
             raise kind(*decode(answer[2], self._import))
         return decode(answer[1], self._import)
 
-    def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
-        try:
-            given: list[Any] = decode(arguments, self._import)
-            given_by_name: dict[str, Any] = decode(named, self._import)
-            value = self._operations[operation](*given, **given_by_name)
-            if value is MISSING:
-                return MISSING
-            answer = ["value", encode(value, self._export)]
-            # The operation may have changed its arguments; its object, the first of them, is not copied.
-            now = [encode(given[1:], self._export), encode(given_by_name, self._export)]
-            return answer if now == [["list", *arguments[2:]], named] else [*answer, *now]
-        except PeerGoneError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - process boundary: the tests raise it
-            if isinstance(error, StopIteration) and operation == "__next__":
-                return ["stop"]
-            return describe(error, self._number, self._export)
+    def _done(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+        given: list[Any] = decode(arguments, self._import)
+        given_by_name: dict[str, Any] = decode(named, self._import)
+        value = self._operations[operation](*given, **given_by_name)
+        if value is MISSING:
+            return MISSING
+        answer = ["value", encode(value, self._export)]
+        # The operation may have changed its arguments; its object, the first of them, is not copied.
+        now = [encode(given[1:], self._export), encode(given_by_name, self._export)]
+        return answer if now == [["list", *arguments[2:]], named] else [*answer, *now]
 
     def _export(self, value: Any) -> Wire:
         if isinstance(value, OfTests):
@@ -117,12 +103,6 @@ class _Objects:
         if inspect.iscoroutine(value):
             return ["coroutine", self._number(value)]
         return ["program", self._number(value), callable(value)]
-
-    def _number(self, value: Any) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)
-        return self._numbers[id(value)]
 
     def _import(self, wire: list[Any]) -> Any:
         match wire:

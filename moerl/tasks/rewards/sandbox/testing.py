@@ -17,11 +17,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-from moerl.tasks.rewards.sandbox.errors import describe, python_class
 from moerl.tasks.rewards.sandbox.operations import AWAIT, COMPARISONS_AND_ARITHMETIC, GET, NAME, OPERATIONS, PING, SET
 from moerl.tasks.rewards.sandbox.outcomes import BLOCKED, ERROR, FAILED, MEMORY, PASSED, TIMEOUT, UNUSED
-from moerl.tasks.rewards.sandbox.peer import Peer, PeerGoneError
-from moerl.tasks.rewards.sandbox.values import Wire, decode, encode, update
+from moerl.tasks.rewards.sandbox.peer import Border, PeerGoneError
+from moerl.tasks.rewards.sandbox.values import Wire, decode, encode, python_class, update
 
 _MODULES = {"np": "numpy", "pd": "pandas"}
 """Usual short names of modules."""
@@ -150,15 +149,13 @@ class _Main(ModuleType):
         return list(self._names)
 
 
-class Objects:
+class Objects(Border):
     """Border to the program: stand-ins for its objects, objects of the tests by number."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self.peer = Peer(reading, writing, self._answer)
+        super().__init__(reading, writing)
         self._of_program: dict[int, OfProgram] = {}
         self._classes: dict[int, type[BaseException]] = {}
-        self._shared: list[Any] = []
-        self._numbers: dict[int, int] = {}
 
     def named(self, name: str) -> Any:
         """Returns the program's object of this name. `KeyError` if it has no such name."""
@@ -223,19 +220,12 @@ class Objects:
             kind = self._classes[number]
         return kind
 
-    def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
-        try:
-            target, *others = decode(arguments, self._import)
-            if arguments[1][0] != "tests":
-                raise UnusableError("an operation on something that is no object of the tests")
-            value = self._do(operation, target, others, decode(named, self._import))
-            return ["value", encode(value, self._export)]
-        except PeerGoneError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - process boundary: the program raises it
-            if isinstance(error, StopIteration) and operation == "__next__":
-                return ["stop"]
-            return describe(error, self._number, self._export)
+    def _done(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+        target, *others = decode(arguments, self._import)
+        if arguments[1][0] != "tests":
+            raise UnusableError("an operation on something that is no object of the tests")
+        value = self._do(operation, target, others, decode(named, self._import))
+        return ["value", encode(value, self._export)]
 
     def _do(self, operation: str, target: Any, others: list[Any], named: Any) -> Any:
         """Does an operation that a program may do with an object of the tests; `UnusableError` for any other."""
@@ -272,18 +262,12 @@ class Objects:
             return ["tests", self._number(value)]
         raise UnusableError(f"an object of {type(value).__name__} cannot be handed to a program")
 
-    def _number(self, value: Any) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._shared)
-            self._shared.append(value)
-        return self._numbers[id(value)]
-
     def _import(self, wire: list[Any]) -> Any:
         match wire:
             case ["program", int(number), bool(is_callable)]:
                 return self._stand_in(number, is_callable=is_callable)
             case ["tests", int(number)]:
-                return self._shared[number]
+                return self._objects[number]
             case ["builtin", str(name)] if isinstance(found := getattr(builtins, name, None), type):
                 return found
             case ["error", list(classes)]:

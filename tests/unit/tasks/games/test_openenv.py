@@ -87,9 +87,9 @@ def test_a_server_without_a_free_session_is_named_with_what_to_do() -> None:
 
         async def both() -> None:
             async with connect(address, 60.0) as first:
-                await first.reset({"seed": 0})
+                await first.ask("reset", {"seed": 0})
                 async with connect(address, 60.0) as second:
-                    await second.reset({"seed": 0})
+                    await second.ask("reset", {"seed": 0})
 
         with pytest.raises(EpisodeError, match=r"CAPACITY_REACHED.*max_concurrent_envs"):
             asyncio.run(both())

@@ -22,7 +22,7 @@ class CountedSection(SeedsSection):
         return CountedTask(self)
 
 
-class CountedTask(SeedsTask):
+class CountedTask(SeedsTask[SeedsSection]):
     """Begins with the number of its seed; keeps the seeds that were begun."""
 
     def __init__(self, config: SeedsSection) -> None:

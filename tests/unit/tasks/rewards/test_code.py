@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from moerl.tasks.rewards.code import OUTCOMES, ProgramResult, code, program_of, read_tests, run_program
+from moerl.tasks.rewards.builtin import last_block
+from moerl.tasks.rewards.code import OUTCOMES, ProgramResult, code, read_tests, run_program
 
 GIB = 1 << 30
 
@@ -129,8 +130,8 @@ def test_tests_in_python_follow_the_program():
 
 
 def test_the_last_block_is_the_program_and_without_one_the_response_is():
-    assert program_of("```\na\n```\ntext\n```py\nb\n```") == "b\n"
-    assert program_of("print(1)") == "print(1)"
+    assert last_block("```\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert last_block("print(1)") == "print(1)"
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}, [1], 3])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.load import load_config
 from moerl.errors import ConfigError
+from moerl.sections import FunctionName
 from moerl.tasks.dataset import DatasetTaskConfig
 
 
@@ -28,3 +30,9 @@ def test_a_reward_with_the_name_of_the_sum_or_of_the_reported_one_is_refused(nam
 
 def test_a_reward_whose_name_only_begins_like_these_is_fine(tmp_path: Path) -> None:
     assert load(tmp_path, "rewards", "accuracy2", "Reward") == ["rewards", "accuracy2", "Reward"]
+
+
+@pytest.mark.parametrize("function", ["odd_rewards", "odd_rewards.behave", ":f", "odd_rewards:", "m:f()"])
+def test_a_name_of_a_function_of_another_form_is_refused(function: str):
+    with pytest.raises(ValidationError, match="string_pattern_mismatch"):
+        TypeAdapter(FunctionName).validate_python(function)

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import eventually, is_alive
 
+from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
@@ -82,6 +84,10 @@ def open_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         pool.close()
 
 
+def prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt("", "", row)
+
+
 def pids(folder: Path, count: int) -> list[int]:
     eventually(lambda: len(list(folder.iterdir())) == count)
     return [int(path.name) for path in folder.iterdir()]
@@ -90,7 +96,7 @@ def pids(folder: Path, count: int) -> list[int]:
 def test_calls_run_side_by_side_and_each_future_has_its_own_rewards(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 3)
     row = {"folder": str(folder), "calls": 3}
-    futures = [pool.submit(row, str(i)) for i in range(7)]
+    futures = [pool.submit(prompt(row), str(i)) for i in range(7)]
     assert [future.result()["reward"] for future in futures] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert {future.result()["process"] for future in futures} == {float(pid) for pid in pids(folder, 3)}
 
@@ -99,14 +105,14 @@ def test_one_call_after_another_needs_one_process(open_pool: Open, folder: Path)
     pool = open_pool("meets:meet", 3)
     row = {"folder": str(folder), "calls": 1}
     for _ in range(3):
-        pool.submit(row, "0").result()
+        pool.submit(prompt(row), "0").result()
         eventually(lambda: pool._num_idle == 1)
     assert len(pids(folder, 1)) == 1
 
 
 def test_a_call_does_not_wait_for_its_rewards(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 1)
-    future = pool.submit({"folder": str(folder), "calls": 2}, "0")
+    future = pool.submit(prompt({"folder": str(folder), "calls": 2}), "0")
     pids(folder, 1)
     assert not future.done()
     (folder / "0").touch()
@@ -115,7 +121,7 @@ def test_a_call_does_not_wait_for_its_rewards(open_pool: Open, folder: Path):
 
 def test_a_call_that_fails_fails_alone(open_pool: Open):
     pool = open_pool("meets:fail", 2)
-    futures = [pool.submit({}, "crash" if i == 1 else "") for i in range(4)]
+    futures = [pool.submit(prompt({}), "crash" if i == 1 else "") for i in range(4)]
     with pytest.raises(RewardError, match="ended with code 7"):
         futures[1].result()
     assert [futures[i].result()["reward"] for i in (0, 2, 3)] == [1.0] * 3
@@ -136,7 +142,7 @@ def test_a_response_that_fails_a_batch_fails_alone(
 ):
     pool = open_pool(f"meets:{function}", 1, 1.5, many=many, batch_size=8)
     # The first call keeps the process busy, so that the others come together.
-    futures = [pool.submit({}, each) for each in ("0", "1", response, "3", "4")]
+    futures = [pool.submit(prompt({}), each) for each in ("0", "1", response, "3", "4")]
     with pytest.raises(RewardError, match=message):
         futures[2].result()
     assert [futures[i].result()["reward"] for i in (0, 1, 3, 4)] == [0.0, 1.0, 3.0, 4.0]
@@ -144,7 +150,7 @@ def test_a_response_that_fails_a_batch_fails_alone(
 
 def test_a_function_that_cannot_be_imported_is_named_by_every_call(open_pool: Open):
     pool = open_pool("no_such_module_here:f", 2)
-    for future in [pool.submit({}, "") for _ in range(3)]:
+    for future in [pool.submit(prompt({}), "") for _ in range(3)]:
         with pytest.raises(ConfigError, match="cannot import no_such_module_here:f"):
             future.result()
 
@@ -152,7 +158,7 @@ def test_a_function_that_cannot_be_imported_is_named_by_every_call(open_pool: Op
 def test_a_cancelled_call_is_left_out(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 1)
     row = {"folder": str(folder), "calls": 2}
-    first, second, third = (pool.submit(row, str(i)) for i in range(3))
+    first, second, third = (pool.submit(prompt(row), str(i)) for i in range(3))
     assert second.cancel()
     (folder / "0").touch()
     assert (first.result()["reward"], third.result()["reward"]) == (0.0, 2.0)
@@ -160,7 +166,7 @@ def test_a_cancelled_call_is_left_out(open_pool: Open, folder: Path):
 
 def test_closing_ends_calls_that_hang_and_those_that_wait(open_pool: Open, folder: Path):
     pool = open_pool("meets:hang", 2, 3600.0)
-    futures = [pool.submit({"folder": str(folder)}, "") for _ in range(4)]
+    futures = [pool.submit(prompt({"folder": str(folder)}), "") for _ in range(4)]
     running = pids(folder, 2)
     pool.close()
     assert not any(is_alive(pid) for pid in running)
@@ -173,10 +179,11 @@ def test_closing_ends_calls_that_hang_and_those_that_wait(open_pool: Open, folde
 
 def test_every_process_of_a_pool_ends_when_the_run_is_killed(folder: Path):
     code = (
+        "from moerl.contract.ports import Prompt\n"
         "from moerl.tasks.rewards.pool import RewardPool\n"
         "from moerl.tasks.rewards.process import RewardProcess\n"
         "pool = RewardPool([RewardProcess('meets:hang', 600.0, 1 << 32) for _ in range(2)])\n"
-        f"calls = [pool.submit({{'folder': {str(folder)!r}}}, '') for _ in range(2)]\n"
+        f"calls = [pool.submit(Prompt('', '', {{'folder': {str(folder)!r}}}), '') for _ in range(2)]\n"
         "calls[0].result()\n"
     )
     paths = {**os.environ, "PYTHONPATH": f"{folder.parent}:{ROOT}"}

@@ -212,12 +212,6 @@ def test_a_module_in_the_current_directory_is_found_behind_all_others(
     assert start().score({"value": 1}, "")["reward"] == 1.0
 
 
-@pytest.mark.parametrize("function", ["odd_rewards", "odd_rewards.behave", ":f", "odd_rewards:", "m:f()"])
-def test_a_name_of_another_form_is_refused(start: Start, function: str):
-    with pytest.raises(ConfigError, match="does not name a function"):
-        start(function)
-
-
 def test_a_function_of_other_arguments_is_named_by_its_definition(start: Start):
     with pytest.raises(
         RewardError, match=r"takes 0 positional arguments but 2 were given, in none \(.*odd_rewards\.py:\d+\)"

@@ -11,9 +11,9 @@ import pytest
 
 from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
-from moerl.tasks.rewards.make import ProcessReward, make_scorer
+from moerl.tasks.rewards.make import make_scorer
 from moerl.tasks.rewards.pool import RewardPool
-from moerl.tasks.rewards.process import MakeChild, RewardProcess
+from moerl.tasks.rewards.process import RewardProcess
 from moerl.tasks.rewards.scorer import RewardScorer, WeightedReward
 from moerl.tasks.rewards.section import ExactReward, FunctionReward, RegexReward, Reward
 
@@ -106,12 +106,6 @@ class _Held:
         self.futures.append(Future())
         return self.futures[-1]
 
-    @property
-    def num_processes(self) -> int:
-        return 0
-
-    def place(self, make_child: MakeChild) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -159,7 +153,7 @@ def test_a_process_gets_what_waits_at_once_and_no_more_than_a_batch(tmp_path: Pa
     (tmp_path / "batches.py").write_text(
         "def many(rows, responses):\n    return [{'reward': float(row['n']), 'size': len(rows)} for row in rows]\n"
     )
-    source = ProcessReward(RewardPool([RewardProcess("batches:many", 60.0, 1 << 32, many=True)], batch_size=4))
+    source = RewardPool([RewardProcess("batches:many", 60.0, 1 << 32, many=True)], batch_size=4)
     try:
         futures = [source.submit(Prompt("a", "", {"n": i}), "") for i in range(9)]
         results = [future.result() for future in futures]

@@ -19,7 +19,8 @@ from moerl.contract.episodes import Message, Session
 from moerl.contract.ports import Chat, Prompt, RolloutRequest
 from moerl.contract.trajectory import Lineage
 from moerl.episodes.limits import EpisodeLimits
-from moerl.episodes.play import NO_LIMITS, Episode, PlayedEpisode, Texts, play
+from moerl.episodes.play import NO_LIMITS, Episode, PlayedEpisode, play
+from moerl.episodes.session import Texts
 from moerl.errors import ConfigError, EpisodeError
 from moerl.tasks.tools.functions import FunctionTool
 from moerl.tasks.tools.loop import (
