@@ -126,8 +126,7 @@ class Tallies:
         self, rollout: DumpedRollout, own_ids: NDArray[np.integer], margins: NDArray[np.floating] | None
     ) -> NDArray[np.int64]:
         assert rollout.expert_ids is not None
-        num_rows = len(own_ids)
-        routed = np.ones(num_rows, bool) if rollout.routed is None else rollout.routed
+        num_rows, routed = len(own_ids), rollout.routed_rows
         differing_R = np.full(num_rows, -1, np.int64)
         for start in range(0, num_rows, CHUNK_ROWS):
             part = slice(start, min(start + CHUNK_ROWS, num_rows))

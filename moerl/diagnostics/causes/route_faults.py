@@ -81,7 +81,13 @@ class _State:
 
     def repair(self) -> Repair:
         known = (self.place, sorted(self.mappings), sorted(self.dead), len(self.not_captured))
-        return Repair(f"routes: {self.label} {known}", partial(_apply, self), of="routes")
+        return Repair(f"routes: {self.label} {known}", self.applied, of="routes")
+
+    def applied(self, rollout: DumpedRollout) -> DumpedRollout:
+        own_rows = np.zeros(len(rollout) - 1, bool)
+        for choose in self.not_captured:
+            own_rows |= choose(rollout)
+        return apply_routes(rollout, self.shape, self.place, mappings=self.mappings, dead=self.dead, own_rows=own_rows)
 
     def but(self, **changes: object) -> _State:
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
@@ -89,13 +95,6 @@ class _State:
     @property
     def shape(self) -> tuple[int, ...]:
         return next(iter(self.own.values())).shape
-
-
-def _apply(state: _State, rollout: DumpedRollout) -> DumpedRollout:
-    own_rows = np.zeros(len(rollout) - 1, bool)
-    for choose in state.not_captured:
-        own_rows |= choose(rollout)
-    return apply_routes(rollout, state.shape, state.place, mappings=state.mappings, dead=state.dead, own_rows=own_rows)
 
 
 def search_routes(
@@ -146,9 +145,8 @@ class _Search:
         top_k = self.state.shape[2]
         wrong_k = {r.name for r in self.rollouts if r.expert_ids is not None and r.expert_ids.shape[2] != top_k}
         if wrong_k:
-            seen = Evidence(
-                "rollouts with another number of experts per token", f"{len(wrong_k)}", f"{top_k} per token"
-            )
+            what = "rollouts with another number of experts per token"
+            seen = Evidence(what, f"{len(wrong_k)}", f"{top_k} per token")
             self._take("route_shape", "routes name another number of experts", (seen,), wrong_k)
         broken = [(r.name, *_broken(r, self.state.num_experts)) for r in self.rollouts if r.name not in wrong_k]
         blank: dict[tuple[int, ...], set[str]] = {}
@@ -271,7 +269,7 @@ class _Search:
         state = self.state
         compared = compare(self._repaired(), state.own, Place())
         constant = [layer for layer in constant_layers(compared) if layer not in state.dead]
-        agreement = np.where(compared.there_nL.any(0), np.nan_to_num(np.nanmean(_or_zero(compared), axis=0)), np.nan)
+        agreement = np.where(compared.there_nL.any(0), compared.by_layer(), np.nan)
         alive = [layer for layer in range(len(agreement)) if layer not in (*state.dead, *constant)]
         known = [layer for layer in alive if np.isfinite(agreement[layer])]
         mappings = {
@@ -330,20 +328,20 @@ class _Search:
                 return
 
     def _repaired(self) -> list[DumpedRollout]:
-        return [_apply(self.state, rollout) for rollout in self.rollouts]
+        return [self.state.applied(rollout) for rollout in self.rollouts]
 
 
 def _broken(rollout: DumpedRollout, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Returns two of bool [R, L]: rows that are no routes; of them, those with an expert that does not exist."""
     assert rollout.expert_ids is not None
     ids = rollout.expert_ids
-    routed = np.ones(len(ids), bool) if rollout.routed is None else rollout.routed
-    outside = ((ids < 0) | (ids >= num_experts)).any(-1) & routed[:, None]
-    return (~is_distinct(ids) & routed[:, None]) | outside, outside
+    routed_R1 = rollout.routed_rows[:, None]
+    outside = ((ids < 0) | (ids >= num_experts)).any(-1) & routed_R1
+    return (~is_distinct(ids) & routed_R1) | outside, outside
 
 
 def _repeated(state: _State, rollout: DumpedRollout) -> NDArray[np.bool_]:
-    return repeats(_apply(state, rollout), state.own.get(rollout.name))
+    return repeats(state.applied(rollout), state.own.get(rollout.name))
 
 
 def _renumbered(compared: Compared, layer: int, state: _State) -> float:
@@ -360,12 +358,8 @@ def _outliers(agreement: NDArray[np.float64], layers: Sequence[int]) -> list[int
     """Returns the layers that agree less than half as well as the others."""
     if len(layers) < 2:
         return []
-    found: list[int] = []
-    for layer in layers:
-        others = float(np.median([agreement[other] for other in layers if other != layer]))
-        if others > POOR and agreement[layer] < others / 2:
-            found.append(layer)
-    return found
+    others = {layer: np.median([agreement[other] for other in layers if other != layer]) for layer in layers}
+    return [layer for layer in layers if others[layer] > POOR and agreement[layer] < others[layer] / 2]
 
 
 def _prompt_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
@@ -380,11 +374,6 @@ def _cached_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
     first = rollout.policy_versions[rollout.sampled][0]
     versions = rollout.prefix_versions[:-1]
     return (versions >= 0) & (versions < first)
-
-
-def _or_zero(compared: Compared) -> NDArray[np.float64]:
-    """Returns the agreement [n, L], 0 without a record."""
-    return np.where(compared.there_nL, compared.agreement(), 0.0)
 
 
 def _by(shift: int, what: str) -> str:

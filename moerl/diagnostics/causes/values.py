@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, Fault, Ground, repairing
+from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, Fault, Ground, applied, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Change, Gaps, Plan, Repair
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
@@ -67,9 +67,9 @@ class Search:
                 may_R = candidate.may_R.copy()
                 for fault in found:
                     may_R &= ~fault.of_R if fault.cause == candidate.cause else True
-                of_R = self._helped(now, candidate.change, may_R)
+                of_R = self.ground.helped(now, applied(now, candidate.change, may_R), may_R) if may_R.any() else may_R
                 if of_R.any():
-                    after = _changed(now, candidate.change, of_R)
+                    after = applied(now, candidate.change, of_R)
                     evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))
                     fault = Fault(candidate.cause, candidate.title, evidence, candidate.change, of_R)
                     fitting.append((self.ground.closed(now, after), fault, after))
@@ -77,9 +77,6 @@ class Search:
                 return found
             _, fault, now = max(fitting, key=lambda each: each[0])
             found.append(fault)
-
-    def _helped(self, now: Plan, change: Change, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return self.ground.helped(now, _changed(now, change, may_R), may_R) if may_R.any() else may_R
 
     def _tokens(self, now: Plan) -> Iterator[Candidate]:
         for repair, title in self.edits:
@@ -153,10 +150,6 @@ class Search:
         for top_p in TOP_PS if bare.any() else ():
             title = f"tokens were drawn with a filter such as top-p {top_p:g}, and the dump has no kept sets"
             yield Candidate("hidden_masks", title, partial(_with, kept=top_p), bare)
-
-
-def _changed(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
-    return [change(each) if has else each for each, has in zip(plan, of_R, strict=True)]
 
 
 def _with(assumption: Assumption, **changes: object) -> Assumption:
