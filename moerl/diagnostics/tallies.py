@@ -211,16 +211,14 @@ class Tallies:
                     self._slices[by, name].parts.append((float(sizes_T[chosen].sum()), int(chosen.sum())))
 
     def _add_kinds(self, rollout: DumpedRollout, differing_R: NDArray[np.int64]) -> None:
-        kinds = np.where(np.append(rollout.sampled[1:], False)[: len(differing_R)], "response", "prompt")
-        for name in ("prompt", "response"):
-            chosen = (kinds == name) & (differing_R >= 0)
-            total = self._slices["kind", name]
-            total.rows += int(chosen.sum())
-            total.flipped += int((differing_R[chosen] > 0).sum())
+        predicts = np.append(rollout.sampled[1:], False)[: len(differing_R)]
+        kinds = {("kind", "prompt"): ~predicts, ("kind", "response"): predicts}
         if rollout.engine:
-            total, chosen = self._slices["engine", rollout.engine], differing_R >= 0
-            total.rows += int(chosen.sum())
-            total.flipped += int((differing_R[chosen] > 0).sum())
+            kinds["engine", rollout.engine] = np.ones(len(differing_R), np.bool_)
+        for key, of_it in kinds.items():
+            differing = differing_R[of_it & (differing_R >= 0)]
+            self._slices[key].rows += len(differing)
+            self._slices[key].flipped += int((differing > 0).sum())
 
     # --- results -----------------------------------------------------------------------------------------------------
 
