@@ -66,6 +66,7 @@ class Tallies:
         num_layers, num_experts, top_k: of the model; 0 layers if no routes are compared.
         classes: by token id, the class of a token; empty without a tokenizer.
         current_version: the newest policy version, from which ages count; -1 if it is not known.
+        label: suffix of the names of maps, slices and histograms.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Tallies:
         *,
         classes: Sequence[str] = (),
         current_version: int = -1,
+        label: str = "",
     ) -> None:
         self._num_layers, self._num_experts, self._top_k = num_layers, num_experts, top_k
-        self._classes, self._current = np.array(classes, dtype=object), current_version
+        self._classes, self._current, self._label = np.array(classes, dtype=object), current_version, label
         self._rows_L, self._flips_L = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
         self._jaccard_L = np.zeros(num_layers)
         self._margins = np.zeros((2, num_layers))
@@ -249,7 +251,7 @@ class Tallies:
             chosen = sorted(columns)
             shares = np.stack([columns[each][1] / np.maximum(1, columns[each][0]) for each in chosen], 1)
             labels = [_position(each) if name == "position" else str(each) for each in chosen]
-            maps.append(LayerMap(name, tuple(labels), tuple(tuple(map(float, row)) for row in shares)))
+            maps.append(LayerMap(name + self._label, tuple(labels), tuple(tuple(map(float, row)) for row in shares)))
         return tuple(maps)
 
     def swaps(self) -> tuple[Swap, ...]:
@@ -264,7 +266,7 @@ class Tallies:
         count = Counter(by for by, _ in self._slices)
         return tuple(
             Slice(
-                by,
+                by + self._label,
                 name,
                 sum(tokens for _, tokens in total.parts) or total.rows,
                 total.interval(),
@@ -281,7 +283,7 @@ class Tallies:
             d = np.concatenate(self.d)
             limit = max(1e-6, float(np.quantile(np.abs(d), 0.995)))
             counts, edges = np.histogram(np.clip(d, -limit, limit), 41, (-limit, limit))
-            found.append(Histogram("d, nats", tuple(edges.tolist()), {"tokens": tuple(counts.tolist())}))
+            found.append(Histogram("d, nats" + self._label, tuple(edges.tolist()), {"tokens": tuple(counts.tolist())}))
         flipped, others = (np.concatenate(each) if each else np.zeros(0) for each in self._margin_samples)
         if len(flipped) and len(others):
             edges = np.linspace(0.0, float(np.quantile(others, 0.99)) or 1.0, MARGIN_BINS + 1)
@@ -289,7 +291,7 @@ class Tallies:
                 name: tuple(np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0].tolist())
                 for name, values in (("experts differ", flipped), ("experts agree", others))
             }
-            found.append(Histogram("router margin, score", tuple(edges.tolist()), binned))
+            found.append(Histogram("router margin, score" + self._label, tuple(edges.tolist()), binned))
         return tuple(found)
 
 

@@ -65,6 +65,11 @@ COLUMNS: dict[str, pa.DataType] = {
 """Every column, as `write_minimal` writes it. Readers take other widths of numbers too, and temperatures, top_ps and
 versions as one number."""
 
+_BY_TOKEN = (
+    *("token_ids", "sampled", "rollout_logprobs", "temperatures", "top_ps", "policy_versions", "turns"),
+    *("routed", "kept_logmass", "prefix_versions"),
+)
+_LABELS = ("group", "engine", "prompt", "response")
 _GROUP_VALUES = 1 << 24
 
 
@@ -129,9 +134,7 @@ def _row(rollout: DumpedRollout) -> dict[str, Any]:
             remedy="name the scorer so",
         )
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    same = ("name", "group", "engine", "step", "prompt", "response", "token_ids", "sampled", "rollout_logprobs")
-    more = ("temperatures", "top_ps", "policy_versions", "turns", "routed", "prefix_versions", "kept_logmass")
-    row |= {name: getattr(rollout, name) for name in same + more}
+    row |= {name: getattr(rollout, name) for name in ("name", "step", *_LABELS, *_BY_TOKEN)}
     row |= {"reward": rollout.rewards.get("reward"), "finish_reason": rollout.finish_reason or None}
     row |= {SCORER_COLUMNS[scorer]: values for scorer, values in rollout.trainer_logprobs.items()}
     for prefix, ids in (("", rollout.expert_ids), ("trainer_", rollout.trainer_expert_ids)):
@@ -153,20 +156,12 @@ def _parts(row: Mapping[str, Any], where: str) -> Parts:
     offsets, ids = row.get("kept_offsets"), row.get("kept_ids")
     if (offsets is None) != (ids is None):
         raise RowError("kept sets: offsets or ids are missing", "one of kept_offsets and kept_ids")
+    by_token: dict[str, Any] = {name: row.get(name) for name in _BY_TOKEN}
     return Parts(
         name=text(row.get("name"), "name") or where,
-        token_ids=row.get("token_ids"),
-        rollout_logprobs=row.get("rollout_logprobs"),
         num_response=row.get("response_length"),
-        sampled=row.get("sampled"),
-        temperatures=row.get("temperatures"),
-        top_ps=row.get("top_ps"),
-        policy_versions=row.get("policy_versions"),
-        turns=row.get("turns"),
         expert_ids=_routes(row, "expert_ids", ("num_layers", "experts_per_token")),
-        routed=row.get("routed"),
         kept=None if offsets is None else (offsets, ids),
-        prefix_versions=row.get("prefix_versions"),
         trainer_logprobs=trainer,
         trainer_expert_ids=_routes(
             row,
@@ -174,11 +169,11 @@ def _parts(row: Mapping[str, Any], where: str) -> Parts:
             ("trainer_num_layers", "trainer_experts_per_token"),
             ("num_layers", "experts_per_token"),
         ),
-        labels={name: row.get(name) for name in ("group", "engine", "prompt", "response")},
+        labels={name: row.get(name) for name in _LABELS},
         finish_reason=row.get("finish_reason"),
         step=-1 if step is None else integer(step, "step", least=-1),
         rewards={"reward": row.get("reward")},
-        kept_logmass=row.get("kept_logmass"),
+        **by_token,
     )
 
 
