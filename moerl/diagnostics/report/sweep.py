@@ -145,8 +145,8 @@ def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path
 
 def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
     """Returns mean and range of a final number over finished runs; None if none has it."""
-    ends = [run.final(metric) for run in runs if run.state == "finished"]
-    found = [value for value in ends if value is not None]
+    ended = [run for run in runs if run.state == "finished"]
+    found = [value for run in ended if (value := run.final(metric)) is not None]
     return Spread(fmean(found), min(found), max(found), len(found)) if found else None
 
 
@@ -164,7 +164,8 @@ def verdict_of(settings: Sequence[Setting], runs: Sequence[SweptRun]) -> Verdict
     if open_runs:
         text = f"{len(open_runs)} of {len(runs)} runs are not finished. "
         return Verdict("note", text + _leader(rewards), "Go on with the sweep.")
-    if len(rewards) > 1 and not _stands_out(rewards):
+    is_clear = all(other.high < rewards[0][1].low for _, other in rewards[1:])
+    if len(rewards) > 1 and not (is_clear and all(each.runs > 1 for _, each in rewards)):
         more = "Ranges over seeds overlap, or there are too few of them. "
         return Verdict("note", more + _leader(rewards), "Add seeds before you choose.")
     advice = f"Take {rewards[0][0]}." if len(rewards) > 1 else "Sweep a key besides the seed to compare settings."
@@ -187,11 +188,6 @@ def _said(value: Spread) -> str:
     if value.runs == 1:
         return brief(value.mean)
     return f"{brief(value.mean)} ({brief(value.low)} to {brief(value.high)} over {value.runs} runs)"
-
-
-def _stands_out(rewards: Sequence[tuple[str, Spread]]) -> bool:
-    (_, best), *others = rewards
-    return best.runs > 1 and all(other.runs > 1 and other.high < best.low for _, other in others)
 
 
 def _groups(runs: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[dict[str, str], list[SweptRun]]]:
