@@ -149,7 +149,7 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     if faults:
         named = "; ".join(f"{finding.title} ({_how_sure(finding)})" for finding in faults[:3])
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        remedies = list(dict.fromkeys(finding.remedy for finding in faults[:3]))
+        remedies = dict.fromkeys(finding.remedy for finding in faults[:3])
         return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.{and_rest}", " ".join(remedies))
     unsaid = next((finding for finding in findings if finding.cause == "temperature_unsaid"), None)
     if unsaid is not None:
@@ -159,7 +159,8 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
         remedies = dict.fromkeys(finding.remedy for finding in left)
         return Verdict("note", f"Not all is explained.{and_rest}", " ".join(remedies))
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}
-    parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
+    kept = (("routing", "own routing"), ("masks", "sampling masks"))
+    parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in kept if shares.get(c, 0.0) > 0.0 and gap > 0.0]
     left = decompositions[-1].total.value
     if not {"masks", "routing"} & shares.keys():
         text = (
@@ -177,9 +178,6 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
 def _how_sure(finding: Finding) -> str:
     """Returns how sure a fault is, and its part of the gap if it has one."""
     return finding.confidence + (f", {finding.share:.0%} of the gap as recorded" if finding.share else "")
-
-
-_KEPT = (("routing", "own routing"), ("masks", "sampling masks"))
 
 
 def report_of_policies(
@@ -249,11 +247,10 @@ def _as_dumped(
     nats = float((means * counts)[odd].sum() / counts.sum())
     are = "is" if len(odd) == 1 else "are"
     title = f"{len(odd)} of {len(counts)} rollouts {are} {float(means[odd].mean()):.1e} nats apart"
-    evidence = (Evidence("rollouts", ", ".join(names[number] for number in odd[:8])),)
+    named = tuple(names[number] for number in odd)
+    evidence = (Evidence("rollouts", ", ".join(named[:8])),)
     of_them, part = Interval(nats, nats, nats), min(1.0, nats / max(total.value, 1e-12))
-    return [
-        Finding("unexplained", "note", "certain", title, remedy, of_them, part, evidence, tuple(names[i] for i in odd))
-    ]
+    return [Finding("unexplained", "note", "certain", title, remedy, of_them, part, evidence, named)]
 
 
 def _steps(rollouts: Sequence[DumpedRollout], d: Differences) -> tuple[ReportStep, ...]:

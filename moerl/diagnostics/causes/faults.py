@@ -40,7 +40,7 @@ CHANCE = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """A fault that was found, with the change that takes it back."""
+    """A fault that was found, or that may be there, with the change that takes it back."""
 
     cause: str
     """Key of `CAUSES`."""
@@ -51,7 +51,7 @@ class Fault:
     change: Change
     """Takes the fault back in the assumption of a rollout that has it."""
     of_R: NDArray[np.bool_]
-    """True for the rollouts that have it."""
+    """True for the rollouts that have it, or that may have it."""
 
 
 def applied(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:

@@ -89,9 +89,6 @@ class _State:
             own_rows |= choose(rollout)
         return apply_routes(rollout, self.shape, self.place, mappings=self.mappings, dead=self.dead, own_rows=own_rows)
 
-    def but(self, **changes: object) -> _State:
-        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
-
     @property
     def shape(self) -> tuple[int, ...]:
         return next(iter(self.own.values())).shape
@@ -172,7 +169,7 @@ class _Search:
         for layers, names in sorted(blank.items(), key=lambda item: -len(item[1]))[:1]:
             evidence = (Evidence(f"MoE layer {_listed(layers)}", "rows name an expert twice", "distinct ids"),)
             title = f"MoE layer {_listed(layers)} of the routes is blank"
-            self._take("blank_layer", title, evidence, names, self.state.but(dead=list(layers)))
+            self._take("blank_layer", title, evidence, names, replace(self.state, dead=list(layers)))
 
     def repeated_rows(self) -> None:
         """Finds rows that repeat the row before them, though the model does not choose the same twice."""
@@ -185,7 +182,7 @@ class _Search:
             rows = {rollout.name: len(rollout) - 1 for rollout in self.rollouts}
             share = sum(found[name] for name in names) / sum(rows[name] for name in names)
             seen = Evidence("rows that repeat the one before them in every layer", f"{share:.1%}", "0")
-            state = self.state.but(not_captured=(*self.state.not_captured, choose))
+            state = replace(self.state, not_captured=(*self.state.not_captured, choose))
             self._propose("route_repeats", "rows of the routes repeat the row before them", (seen,), names, state)
 
     def moved(self) -> None:
@@ -210,7 +207,7 @@ class _Search:
         num_layers = self.state.shape[1]
         surplus = {r.name: r.expert_ids.shape[1] - num_layers for r in self.rollouts if r.expert_ids is not None}
         wrong = {name for name, extra in surplus.items() if extra}
-        state = self.state.but(place=replace(self.state.place, layer=place.layer, order=place.order))
+        state = replace(self.state, place=replace(self.state.place, layer=place.layer, order=place.order))
         evidence = (
             Evidence("MoE layers of the routes beyond the model's", _listed(sorted(set(surplus.values()))), "0"),
             agreement,
@@ -242,7 +239,7 @@ class _Search:
             title = f"routes of generated tokens are {_by(place.row, 'row')}, those of prompts are not"
         elif wrong and (place.from_end or not place.row):
             title = "routes and tokens have different lengths" + (", counted from the end" if place.from_end else "")
-        state = self.state.but(place=moved)
+        state = replace(self.state, place=moved)
         if wrong:
             self._take("row_shift", title, evidence, wrong, state)
         elif place.row:
@@ -278,22 +275,16 @@ class _Search:
             if agreement[layer] < SOUND and (mapping := renumbering(compared, layer, state.num_experts)) is not None
         }
         if mappings:
-            evidence = tuple(
-                Evidence(f"MoE layer {layer}, agreement (Jaccard) as recorded", f"{agreement[layer]:.2f}", "near 1")
-                for layer in list(mappings)[:4]
-            )
+            evidence = _agreements(agreement, list(mappings), " as recorded")
             title = f"experts are renumbered in MoE layer {_listed(mappings)}"
-            if not self._propose("renumbered", title, evidence, self._all(), state.but(mappings=mappings)):
+            if not self._propose("renumbered", title, evidence, self._all(), replace(state, mappings=mappings)):
                 mappings = {}
         lost = [layer for layer in constant if compared.there_nL[:, layer].any()]
         lost += _outliers(agreement, [layer for layer in known if layer not in mappings])
         if lost and len(lost) * 2 <= len(agreement):
-            evidence = tuple(
-                Evidence(f"MoE layer {layer}, agreement (Jaccard)", f"{np.nan_to_num(agreement[layer]):.2f}", "near 1")
-                for layer in lost[:4]
-            )
+            evidence = _agreements(agreement, lost)
             title = f"the routes of MoE layer {_listed(sorted(lost))} are not those of the tokens"
-            dead = self.state.but(dead=[*self.state.dead, *lost])
+            dead = replace(self.state, dead=[*self.state.dead, *lost])
             self._propose("blank_layer", title, evidence, self._all(), dead)
 
     def stale_prefix(self) -> None:
@@ -323,7 +314,7 @@ class _Search:
                 Evidence("of other tokens", f"{others.mean():.1%}", "about the same"),
             )
             title = "the routes of prompts were captured under other weights (a stale prefix cache)"
-            state = self.state.but(not_captured=(*self.state.not_captured, choose))
+            state = replace(self.state, not_captured=(*self.state.not_captured, choose))
             if self._propose("stale_prefix", title, evidence, {each[0] for each in flips[name]}, state):
                 return
 
@@ -352,6 +343,13 @@ def _renumbered(compared: Compared, layer: int, state: _State) -> float:
         return 0.0
     recorded = compared.recorded[there, layer]
     return float(jaccard(recorded if mapping is None else mapping[recorded], compared.own[there, layer]).mean())
+
+
+def _agreements(agreement: NDArray[np.float64], layers: Sequence[int], when: str = "") -> tuple[Evidence, ...]:
+    """Returns the agreement of the first few of these layers as evidence."""
+    what = f"agreement (Jaccard){when}"
+    values = [(layer, np.nan_to_num(agreement[layer])) for layer in layers[:4]]
+    return tuple(Evidence(f"MoE layer {layer}, {what}", f"{value:.2f}", "near 1") for layer, value in values)
 
 
 def _outliers(agreement: NDArray[np.float64], layers: Sequence[int]) -> list[int]:

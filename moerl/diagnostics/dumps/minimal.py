@@ -75,7 +75,7 @@ _GROUP_VALUES = 1 << 24
 
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     with open_regular(file) as stream:
-        binary = stream.read(4) == b"PAR1"
+        binary = stream.read(4) == parquet.MAGIC
     found = parquet.rows(file, COLUMNS) if binary else jsonl.rows(file, reading.unusable)
     for where, row in found:
         yield from reading.take(where, lambda row=row, where=where: _parts(row, where))
@@ -102,8 +102,8 @@ def write_minimal(path: Path | str, rollouts: Iterable[DumpedRollout]) -> None:
         if path.suffix == ".jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
                 for rollout in rollouts:
-                    row = {name: _plain(value) for name, value in _row(rollout).items() if value is not None}
-                    stream.write(json.dumps(row) + "\n")
+                    row = {name: value for name, value in _row(rollout).items() if value is not None}
+                    stream.write(json.dumps(row, default=np.ndarray.tolist) + "\n")
         else:
             _write_parquet(temporary, rollouts)
 
@@ -144,10 +144,6 @@ def _row(rollout: DumpedRollout) -> dict[str, Any]:
     if rollout.kept is not None:
         row["kept_offsets"], row["kept_ids"] = rollout.kept.offsets, rollout.kept.ids
     return row
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _parts(row: Mapping[str, Any], where: str) -> Parts:

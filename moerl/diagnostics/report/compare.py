@@ -29,7 +29,7 @@ def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
         _verdicts(reports),
         _gaps(reports),
         _scorers(reports),
-        _steps(reports),
+        sections.over_steps(reports),
         _layers(reports),
         sections.definitions(),
     )
@@ -167,11 +167,6 @@ def _scorers(reports: Sequence[Named]) -> PageSection | None:
             rows.append([escaped(scorer), escaped(sections.figure_title(key)), *cells])
     head = _head(reports, "scorer", "figure")
     return PageSection("scorers", "Scorers", table(head, rows, texts=2)) if rows else None
-
-
-def _steps(reports: Sequence[Named]) -> PageSection | None:
-    chart = figures.over_steps(reports)
-    return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
 def _layers(reports: Sequence[Named]) -> PageSection | None:

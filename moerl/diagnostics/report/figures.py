@@ -100,7 +100,8 @@ def _of(name: str, what: str) -> str:
 def over_steps(reports: Sequence[Named]) -> Chart | None:
     """Returns every metric over steps; first those by scorer and, of a single report, by turn."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
-    of_report = _report_colors(reports)
+    # Curves of a single report have meanings.
+    of_report = page_colors(name for name, _ in reports) if len(reports) > 1 else {}
     limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
     choices: list[Choice] = []
     for figure in _BY_SCORER:
@@ -153,11 +154,6 @@ def learning(report: Report) -> Chart | None:
         if curves:
             choices.append(_step_choice(figure, figure, curves, MAX_POINTS, from_zero=True))
     return Chart("learning", tuple(choices), "figure") if choices else None
-
-
-def _report_colors(reports: Sequence[Named]) -> dict[str, str]:
-    """Returns the colour of each report, by name; none for a single report, because its curves have meanings then."""
-    return page_colors(name for name, _ in reports) if len(reports) > 1 else {}
 
 
 def _meant(metric: str) -> str:

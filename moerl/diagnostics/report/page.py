@@ -43,7 +43,7 @@ def write_page(report: Report, path: Path) -> None:
         sections.gap(report),
         sections.findings(report),
         sections.scorers(report),
-        sections.over_steps(report),
+        sections.over_steps([("", report)]),
         sections.layers(report),
         sections.margins(report),
         sections.swaps(report),

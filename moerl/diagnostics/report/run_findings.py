@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -266,15 +266,10 @@ def age(seen: Seen) -> Finding | None:
     return _finding("age", "good", texts, evidence)
 
 
-CHECKS: tuple[Callable[[Seen], Finding | None], ...] = (
-    *(routing, masks, far_tokens, rising, remaining),
-    *(coverage, quarantine, age),
-)
-
-
 def findings_of(seen: Seen) -> tuple[Finding, ...]:
     """Returns all findings, faults first."""
-    found = [finding for check in CHECKS if (finding := check(seen)) is not None]
+    checks = (routing, masks, far_tokens, rising, remaining, coverage, quarantine, age)
+    found = [finding for check in checks if (finding := check(seen)) is not None]
     order = ("fault", "note", "good")
     return tuple(sorted(found, key=lambda each: (order.index(each.level), -each.nats.value)))
 

@@ -194,9 +194,9 @@ def scorer_cell(values: Mapping[str, float], key: str) -> str:
     return percent(values[key]) if key in _SHARES else number(values[key])
 
 
-def over_steps(report: Report) -> PageSection | None:
+def over_steps(reports: Sequence[figures.Named]) -> PageSection | None:
     """Returns any metric over steps."""
-    chart = figures.over_steps([("", report)])
+    chart = figures.over_steps(reports)
     return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
