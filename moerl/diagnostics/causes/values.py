@@ -43,8 +43,8 @@ class Search:
         return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)])
 
     def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Fault]]) -> list[Fault]:
-        """Returns the faults that are there. candidates: faults that may be there under a plan, with the evidence beyond
-        the gap before and after their change."""
+        """Returns the faults that are there. candidates: those that may be, under a plan, with evidence beyond the
+        gap before and after their change."""
         now, found = list(start), list[Fault]()
         while True:
             fitting: list[tuple[float, Fault, list[Assumption]]] = []
