@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from moerl.telemetry.metrics import STAGES
-
 WINDOW = 5
 """Rows on each side of a comparison."""
 
@@ -25,10 +23,6 @@ GAP_FLOOR = 2e-3
 
 FAR_SHARE = 0.1
 """Largest F(2) without an alert. F(2): share of tokens whose two probabilities differ by more than a factor of two."""
-
-_RL = STAGES[1]
-_GAP, _FAR = "mismatch/logprob_abs_mean", "mismatch/share_above_ln2"
-_LIVE, _QUARANTINE = "routing/live_rows", "quarantine/count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ def active_alerts(rows: Sequence[Mapping[str, Any]]) -> list[Alert]:
     Args:
         rows: in order; the last `HISTORY` rows of reinforcement learning count, others are ignored.
     """
-    recent = [row for row in rows if row["stage"] == _RL][-HISTORY:]
+    recent = [row for row in rows if row["stage"] == "rl"][-HISTORY:]
     if not recent:
         return []
     found = (_coverage(recent), _quarantine(recent), _gap(recent), _far(recent))
@@ -73,11 +67,16 @@ class Announcer:
 
 
 def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    """Returns an alert if there are rows without captured routing, and more than in the rows before."""
-    values = _values(rows, _LIVE)
-    if not values or values[-1] == 0.0 or _is_settled(values):
+    """Returns an alert if there are rows without captured routing, and more than in the rows before: more than twice
+    their median if all rows of a window had some."""
+    values = _values(rows, "routing/live_rows")
+    if not values or values[-1] == 0.0:
         return None
-    before = median(values[:-1][-WINDOW:]) if len(values) > 1 else 0.0
+    window = values[:-1][-WINDOW:]
+    before = median(window) if window else 0.0
+    # A share of rows that an engine never captures is no news.
+    if len(window) == WINDOW and min(window) > 0.0 and max(values[-2:]) <= 2.0 * before:
+        return None
     return Alert(
         "coverage",
         f"step {rows[-1]['step']}: {values[-1]:,.0f} rows x layers without captured routing, {before:,.0f} before",
@@ -85,16 +84,9 @@ def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
     )
 
 
-def _is_settled(values: Sequence[float]) -> bool:
-    """Returns True if all rows of a window had some, and the last two rows at most twice their median: a share of rows
-    that an engine never captures is no news."""
-    before = values[:-1][-WINDOW:]
-    return len(before) == WINDOW and min(before) > 0.0 and max(values[-2:]) <= 2.0 * median(before)
-
-
 def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
     """Returns an alert if trajectories were refused within the window."""
-    values = _values(rows, _QUARANTINE)[-WINDOW - 1 :]
+    values = _values(rows, "quarantine/count")[-WINDOW - 1 :]
     if not values:
         return None
     # A run begins with none.
@@ -111,7 +103,7 @@ def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
 
 def _gap(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
     """Returns an alert if the median mismatch as trained of a window is far above that of the window before it."""
-    values = _values(rows, _GAP)[-HISTORY:]
+    values = _values(rows, "mismatch/logprob_abs_mean")[-HISTORY:]
     if len(values) < HISTORY:
         return None
     before, now = median(values[:WINDOW]), median(values[WINDOW:])
@@ -126,7 +118,7 @@ def _gap(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
 
 
 def _far(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    share = rows[-1].get(_FAR)
+    share = rows[-1].get("mismatch/share_above_ln2")
     if share is None or share <= FAR_SHARE:
         return None
     return Alert(

@@ -5,6 +5,7 @@ Pure: from the rows of a dump or a table of evaluations to data that a terminal 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,7 +114,12 @@ def _session(
 ) -> SpokenSession:
     parent = by_id.get(str(row.get("parent_rollout_id") or ""))
     behind = 0 if parent is None else _turn_before(parent, row["fork_at"])
-    turns = [*_turns(row, [] if parent is None else _calls_of(parent, behind))]
+    told = (
+        "".join(span["text"] for span in parent[SPANS] if span["turn"] == behind)
+        if parent is not None and behind
+        else ""
+    )
+    turns = [*_turns(row, calls_in(told))]
     kept, left = limits.turns // 2, len(turns) - limits.turns
     if left > 0:
         turns = [*turns[: limits.turns - kept], SpokenTurn("", f"[... {left} turns ...]", ()), *turns[-kept:]]
@@ -143,16 +149,13 @@ def _turn_before(row: Row, place: int) -> int:
     return found
 
 
-def _calls_of(row: Row, turn: int) -> list[tuple[str, dict[str, Any]]]:
-    return calls_in("".join(span["text"] for span in row[SPANS] if span["turn"] == turn)) if turn else []
-
-
 def _turns(row: Row, called: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[SpokenTurn]:
     """Yields the turns of a session. called: calls of the turn that it goes on from."""
-    for turn in _by_turn(row[SPANS]):
+    # Spans of a turn come together, those between turns one by one.
+    numbered = itertools.groupby(enumerate(row[SPANS]), key=lambda each: each[1]["turn"] or -1 - each[0])
+    for turn in ([span for _, span in spans] for _, spans in numbered):
         kind, number = turn[0]["kind"], turn[0]["turn"]
-        num_tokens = sum(span["num_tokens"] for span in turn)
-        about = counted(num_tokens, "token")
+        about = counted(sum(span["num_tokens"] for span in turn), "token")
         if kind == SHARED:
             continue
         if not number:
@@ -165,18 +168,6 @@ def _turns(row: Row, called: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterato
         about += ", stop" if turn[-1]["has_end"] else ", cut"
         title = f"policy, turn {number} ({about})" + (f", calls {_named(calls)}" if calls else "")
         yield SpokenTurn("policy", title, tuple(SpokenPiece(span["text"], span["version"]) for span in turn))
-
-
-def _by_turn(spans: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yields the spans of each turn, and those between turns one by one."""
-    turn: list[Row] = []
-    for span in spans:
-        if turn and (not span["turn"] or span["turn"] != turn[0]["turn"]):
-            yield turn
-            turn = []
-        turn.append(span)
-    if turn:
-        yield turn
 
 
 def counted(count: int, what: str) -> str:

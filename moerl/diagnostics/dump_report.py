@@ -20,13 +20,10 @@ from moerl.diagnostics.report.data import (
     Decomposition,
     Evidence,
     Finding,
-    Histogram,
     Interval,
-    LayerMap,
     Report,
     ReportStep,
     Share,
-    Slice,
     Strip,
     StripToken,
     StripTurn,
@@ -38,8 +35,6 @@ from moerl.diagnostics.tallies import Tallies
 from moerl.diagnostics.trainer_side import FACT, FAR_LOG_RATIO, TrainerSide, sampled_gaps, scorer_of_trainer
 
 MAX_STRIP_TOKENS = 400
-REPAIRED = ", repaired"
-"""Suffix of names of results with every fault taken back, next to those of the dump as it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +74,11 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
     """Returns the report of a dump that a model has scored."""
     gaps, final = diagnosis.gaps, diagnosis.final
     scorer, recorded = gaps.scorers[0], diagnosis.as_recorded
-    came = _view(diagnosis, recorded, facts, "")
-    views = [came, _view(diagnosis, final, facts, REPAIRED)] if diagnosis.faults else [came]
+    tallied = [_tallied(diagnosis, recorded, facts)]
+    if diagnosis.faults:
+        # Results with every fault taken back, next to those of the dump as it came.
+        tallied.append(_tallied(diagnosis, final, facts, ", repaired"))
+    came = tallied[0][0]
     table = {
         "neither": gaps.plan(Assumption()),
         "kept_sets": [replace(each, routing="own") for each in recorded],
@@ -111,56 +109,25 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
         decompositions=diagnosis.decompositions,
         findings=(*findings, *_empty(facts.unusable)),
         scorers=figures,
-        steps=_steps(gaps.rollouts, came.d.d_N, came.d.starts),
-        layers=came.tallies.layers(),
-        maps=tuple(each for view in views for each in view.maps()),
-        swaps=came.tallies.swaps(),
-        histograms=tuple(each for view in views for each in view.histograms()),
-        slices=tuple(each for view in views for each in view.slices()),
-        strips=tuple(each for view in views for each in view.strips(facts.texts)),
+        steps=_steps(gaps.rollouts, gaps.differences(recorded)),
+        layers=came.layers(),
+        maps=tuple(each for tallies, _ in tallied for each in tallies.maps()),
+        swaps=came.swaps(),
+        histograms=tuple(each for tallies, _ in tallied for each in tallies.histograms()),
+        slices=tuple(each for tallies, _ in tallied for each in tallies.slices()),
+        strips=tuple(each for _, strips in tallied for each in strips),
         unusable=_unread(facts.unusable),
         notes=facts.notes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """Rollouts under a plan, with the model's own routing on their tokens. label: suffix of names.
-
-    d: of the plan. differing: layers that differ by row, of each rollout; None without a record.
-    """
-
-    label: str
-    rollouts: Sequence[DumpedRollout]
-    tallies: Tallies
-    d: Differences
-    differing: Sequence[NDArray[np.int64] | None]
-
-    def maps(self) -> list[LayerMap]:
-        return [replace(each, name=each.name + self.label) for each in self.tallies.maps()]
-
-    def histograms(self) -> list[Histogram]:
-        return [replace(each, name=each.name + self.label) for each in self.tallies.histograms()]
-
-    def slices(self) -> list[Slice]:
-        return [replace(each, by=each.by + self.label) for each in self.tallies.slices()]
-
-    def strips(self, texts: Sequence[str]) -> list[Strip]:
-        found = _strips(self.rollouts, self.d.d_N, self.d.starts, self.differing, texts)
-        return [replace(each, why=each.why + self.label) for each in found]
-
-
-def _view(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str) -> _View:
-    """Returns the view of a plan. Records count from their start, as far as they have rows and layers of the model."""
+def _tallied(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str = "") -> tuple[Tallies, tuple[Strip, ...]]:
+    """Returns tallies and strips under a plan, with the model's own routing on its tokens. Records count from their
+    start, as far as they have rows and layers of the model. label: suffix of names."""
     gaps, scorer = diagnosis.gaps, diagnosis.gaps.scorers[0]
     newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
-    tallies = Tallies(
-        scorer.num_moe_layers,
-        scorer.num_experts,
-        scorer.experts_per_token,
-        classes=facts.classes,
-        current_version=newest,
-    )
+    sizes = scorer.num_moe_layers, scorer.num_experts, scorer.experts_per_token
+    tallies = Tallies(*sizes, classes=facts.classes, current_version=newest, label=label)
     d, rollouts, differing = gaps.differences(plan), list[DumpedRollout](), list[NDArray[np.int64] | None]()
     for number, (rollout, score) in enumerate(zip(gaps.repaired(plan), gaps.scores(plan), strict=True)):
         if rollout.expert_ids is not None:
@@ -169,7 +136,7 @@ def _view(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str) -> _Vi
         rollouts.append(rollout)
         part = slice(*d.starts[number : number + 2])
         differing.append(tallies.add(rollout, score.own_ids, d.d_N[part], score.margins))
-    return _View(label, rollouts, tallies, d, differing)
+    return tallies, _strips(rollouts, d, differing, facts.texts, label)
 
 
 def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition], floor: float) -> Verdict:
@@ -182,7 +149,7 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     if faults:
         named = "; ".join(f"{finding.title} ({_how_sure(finding)})" for finding in faults[:3])
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        remedies = list(dict.fromkeys(finding.remedy for finding in faults[:3]))
+        remedies = dict.fromkeys(finding.remedy for finding in faults[:3])
         return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.{and_rest}", " ".join(remedies))
     unsaid = next((finding for finding in findings if finding.cause == "temperature_unsaid"), None)
     if unsaid is not None:
@@ -192,7 +159,8 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
         remedies = dict.fromkeys(finding.remedy for finding in left)
         return Verdict("note", f"Not all is explained.{and_rest}", " ".join(remedies))
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}
-    parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
+    kept = (("routing", "own routing"), ("masks", "sampling masks"))
+    parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in kept if shares.get(c, 0.0) > 0.0 and gap > 0.0]
     left = decompositions[-1].total.value
     if not {"masks", "routing"} & shares.keys():
         text = (
@@ -212,9 +180,6 @@ def _how_sure(finding: Finding) -> str:
     return finding.confidence + (f", {finding.share:.0%} of the gap as recorded" if finding.share else "")
 
 
-_KEPT = (("routing", "own routing"), ("masks", "sampling masks"))
-
-
 def report_of_policies(
     rollouts: Sequence[DumpedRollout], tallies: Tallies, facts: DumpFacts, differing: Mapping[str, NDArray[np.int64]]
 ) -> Report:
@@ -227,7 +192,6 @@ def report_of_policies(
     d = np.concatenate(tallies.d).astype(np.float64)
     starts = np.cumsum([0, *map(len, tallies.d)])
     total = Bootstrap.of(starts).mean(np.abs(d))
-    zero = Interval(0.0, 0.0, 0.0)
     parts = (Share("unexplained", "not taken apart without a model", total),)
     figures, findings = mismatch_figures(d), _as_dumped(d, starts, total, tallies.names)
     text = (
@@ -242,23 +206,22 @@ def report_of_policies(
         advice = "Unless both sides compute alike to the last bit, dump the log-probs that the trainer computes itself."
     text += "".join(f" {each.title[0].upper()}{each.title[1:]}." for each in findings if each.rollouts)
     sampled_d = [sampled_gaps(rollout) for rollout in rollouts]
-    sample_starts = np.cumsum([0, *map(len, sampled_d)])
-    joined = np.concatenate(sampled_d)
+    sample = Differences(np.concatenate(sampled_d), np.cumsum([0, *map(len, sampled_d)]))
     return Report(
         title=f"Routing mismatch of {facts.name}",
         subtitle=f"{tallies.num_rollouts:,} rollouts, {len(d):,} sampled tokens, both policies as dumped",
         verdict=Verdict(level, text, advice),
         facts=facts.facts,
-        decompositions=(Decomposition("as dumped", total if total.value else zero, parts),),
+        decompositions=(Decomposition("as dumped", total, parts),),
         findings=(*findings, *_empty(facts.unusable)),
         scorers={scorer_of_trainer(rollouts[0]): figures},
-        steps=_steps(rollouts, joined, sample_starts),
+        steps=_steps(rollouts, sample),
         layers=tallies.layers(),
         maps=tallies.maps(),
         swaps=tallies.swaps(),
         histograms=tallies.histograms(),
         slices=tallies.slices(),
-        strips=_strips(rollouts, joined, sample_starts, [differing.get(r.name) for r in rollouts], facts.texts),
+        strips=_strips(rollouts, sample, [differing.get(rollout.name) for rollout in rollouts], facts.texts),
         unusable=_unread(facts.unusable),
         notes=facts.notes,
     )
@@ -284,40 +247,39 @@ def _as_dumped(
     nats = float((means * counts)[odd].sum() / counts.sum())
     are = "is" if len(odd) == 1 else "are"
     title = f"{len(odd)} of {len(counts)} rollouts {are} {float(means[odd].mean()):.1e} nats apart"
-    evidence = (Evidence("rollouts", ", ".join(names[number] for number in odd[:8])),)
+    named = tuple(names[number] for number in odd)
+    evidence = (Evidence("rollouts", ", ".join(named[:8])),)
     of_them, part = Interval(nats, nats, nats), min(1.0, nats / max(total.value, 1e-12))
-    return [
-        Finding("unexplained", "note", "certain", title, remedy, of_them, part, evidence, tuple(names[i] for i in odd))
-    ]
+    return [Finding("unexplained", "note", "certain", title, remedy, of_them, part, evidence, named)]
 
 
-def _steps(
-    rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]
-) -> tuple[ReportStep, ...]:
+def _steps(rollouts: Sequence[DumpedRollout], d: Differences) -> tuple[ReportStep, ...]:
     """Returns a step for each training step of the dump if it names several; else none."""
-    numbers = np.repeat([rollout.step for rollout in rollouts], np.diff(starts))
+    numbers = np.repeat([rollout.step for rollout in rollouts], np.diff(d.starts))
     found = np.unique(numbers[numbers >= 0]).tolist()
     if len(found) < 2:
         return ()
     return tuple(
-        ReportStep(step, {f"mismatch/{name}": value for name, value in mismatch_figures(d_N[numbers == step]).items()})
+        ReportStep(
+            step, {f"mismatch/{name}": value for name, value in mismatch_figures(d.d_N[numbers == step]).items()}
+        )
         for step in found
     )
 
 
 def _strips(
     rollouts: Sequence[DumpedRollout],
-    d_N: NDArray[np.float64],
-    starts: NDArray[np.int64],
+    d: Differences,
     differing: Sequence[NDArray[np.int64] | None],
     texts: Sequence[str],
+    label: str = "",
 ) -> tuple[Strip, ...]:
     """Returns the rollout with the largest mean |d|, a typical one, and the one with the smallest."""
-    means = np.add.reduceat(np.abs(d_N), starts[:-1]) / np.diff(starts)
-    order = np.argsort(means)
+    order = np.argsort(d.means)
     chosen = {int(order[-1]): "largest gap", int(order[len(order) // 2]): "typical", int(order[0]): "smallest gap"}
     return tuple(
-        _strip(rollouts[i], d_N[starts[i] : starts[i + 1]], differing[i], texts, why) for i, why in chosen.items()
+        _strip(rollouts[i], d.d_N[d.starts[i] : d.starts[i + 1]], differing[i], texts, why + label)
+        for i, why in chosen.items()
     )
 
 
@@ -331,6 +293,7 @@ def _strip(
     tokens: list[StripToken] = []
     d = np.zeros(len(rollout))
     d[rollout.sampled] = d_T
+    sizes = None if rollout.kept is None else rollout.kept.sizes
     first = max(0, rollout.num_prompt - 32)
     for t in range(first, min(len(rollout), first + MAX_STRIP_TOKENS)):
         token = int(rollout.token_ids[t])
@@ -339,19 +302,9 @@ def _strip(
         if not rollout.sampled[t]:
             tokens.append(StripToken(text, False, layers=layers))
             continue
-        version = int(rollout.policy_versions[t])
-        kept = None if rollout.kept is None else int(rollout.kept.offsets[t + 1] - rollout.kept.offsets[t])
-        tokens.append(
-            StripToken(
-                text,
-                True,
-                float(d[t]),
-                float(rollout.rollout_logprobs[t]),
-                layers,
-                kept,
-                version if version >= 0 else None,
-            )
-        )
+        logprob, version = float(rollout.rollout_logprobs[t]), int(rollout.policy_versions[t])
+        kept = None if sizes is None else int(sizes[t])
+        tokens.append(StripToken(text, True, float(d[t]), logprob, layers, kept, version if version >= 0 else None))
     return Strip(rollout.name, why, tuple(tokens), _strip_turns(rollout, first, first + len(tokens)))
 
 

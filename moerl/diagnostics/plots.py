@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moerl.diagnostics.colors import EVALUATION, NOTHING_KEPT, REST, ROLLOUTS, TRAINED
-from moerl.telemetry.metrics import METRICS
 from moerl.telemetry.sinks import read_rows
 
 if TYPE_CHECKING:
@@ -102,20 +101,17 @@ def draw_curves(metrics_path: Path, directory: Path, title: str = "") -> list[Pa
     directory.mkdir(parents=True, exist_ok=True)
     overview = directory / OVERVIEW_FILE
     _draw_overview(rows, charts, overview, title)
-    return [overview, *(_draw_single(rows, chart, directory / f"{chart.name}.png") for chart in charts)]
+    for chart in charts:
+        figure = new_figure(7.0, 4.2)
+        _draw(figure.subplots(), rows, chart)
+        figure.savefig(directory / f"{chart.name}.png", dpi=130)
+    return [overview, *(directory / f"{chart.name}.png" for chart in charts)]
 
 
 def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list[float]]:
     """Returns steps and values of a curve."""
     chosen = [row for row in rows if row["stage"] == line.stage and line.metric in row]
     return [row["step"] for row in chosen], [row[line.metric] for row in chosen]
-
-
-def _draw_single(rows: Sequence[dict[str, Any]], chart: MetricChart, path: Path) -> Path:
-    figure = new_figure(7.0, 4.2)
-    _draw(figure.subplots(), rows, chart)
-    figure.savefig(path, dpi=130)
-    return path
 
 
 def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[MetricChart], path: Path, title: str) -> None:
@@ -143,15 +139,10 @@ def new_figure(width: float, height: float):
 
 
 def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: MetricChart) -> None:
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
-    drawn = 0
-    for line in chart.lines:
-        assert line.metric in METRICS
-        steps, values = _points(rows, line)
-        if not steps:
-            continue
-        drawn += 1
+    curves = [(line, *points) for line in chart.lines if (points := _points(rows, line))[0]]
+    for line, steps, values in curves:
         style: dict[str, Any] = {"linewidth": 1.4 if line.marked else 1.8}
         if line.marked or len(steps) == 1:
             style |= {"marker": "o", "markersize": 5.0}
@@ -163,23 +154,17 @@ def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: MetricChart) -> Non
     if chart.is_share:
         axis.set_ylim(0.0, 1.0)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    values = [value for line in chart.lines for value in _points(rows, line)[1]]
-    if chart.is_log and min(values) > 0.0:
-        _whole_decades(axis, min(values), max(values))
+    heights = [value for _, _, values in curves for value in values]
+    if chart.is_log and min(heights) > 0.0:
+        # From a power of ten to a power of ten.
+        axis.set_yscale("log")
+        axis.set_ylim(10.0 ** math.floor(math.log10(min(heights))), 10.0 ** math.ceil(math.log10(max(heights)) + 1e-9))
+        axis.yaxis.set_minor_formatter(NullFormatter())
     elif not chart.is_share:
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     quiet_frame(axis)
-    if drawn > 1:
+    if len(curves) > 1:
         axis.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
-
-
-def _whole_decades(axis: Axes, low: float, high: float) -> None:
-    """Makes the axis logarithmic, from a power of ten to a power of ten."""
-    from matplotlib.ticker import NullFormatter
-
-    axis.set_yscale("log")
-    axis.set_ylim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9))
-    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def quiet_frame(axis: Axes) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moerl.diagnostics.causes.diagnosis import Diagnosis
-from moerl.diagnostics.causes.gaps import Assumption, Plan
+from moerl.diagnostics.causes.gaps import Assumption
 from moerl.diagnostics.causes.routes import Place, compare
 from moerl.diagnostics.trainer_side import sampled_gaps
 
@@ -39,11 +39,6 @@ def write_rollout_table(diagnosis: Diagnosis, path: Path) -> None:
     """Writes a Parquet file of `SCHEMA`."""
     gaps = diagnosis.gaps
     rollouts = gaps.rollouts
-    plans: dict[str, Plan] = {
-        "gap_nothing_kept": gaps.plan(Assumption()),
-        "gap_as_recorded": diagnosis.as_recorded,
-        "gap_repaired": diagnosis.final,
-    }
     columns: dict[str, object] = {
         "rollout": [rollout.name for rollout in rollouts],
         "group": [rollout.group for rollout in rollouts],
@@ -52,26 +47,21 @@ def write_rollout_table(diagnosis: Diagnosis, path: Path) -> None:
         "policy_version": [int(rollout.policy_versions.max()) for rollout in rollouts],
         "tokens": list(map(len, rollouts)),
         "sampled_tokens": [rollout.num_sampled for rollout in rollouts],
-        **{name: gaps.differences(plan).means for name, plan in plans.items()},
+        "gap_nothing_kept": gaps.differences(gaps.plan(Assumption())).means,
+        "gap_as_recorded": gaps.differences(diagnosis.as_recorded).means,
+        "gap_repaired": gaps.differences(diagnosis.final).means,
         "gap_trainer": [
             float(np.abs(sampled_gaps(rollout)).mean()) if rollout.trainer_logprobs else None for rollout in rollouts
         ],
-        "route_agreement": _agreements(diagnosis),
+        "route_agreement": [
+            None
+            if rollout.expert_ids is None
+            else compare([rollout], {rollout.name: own}, Place()).mean(range(len(own[0])))
+            for rollout, own in zip(rollouts, gaps.own_ids(diagnosis.as_recorded), strict=True)
+        ],
         "faults": [
             list(dict.fromkeys(fault.cause for fault in diagnosis.faults if fault.of_R[number]))
             for number in range(len(rollouts))
         ],
     }
     pq.write_table(pa.table(columns, schema=SCHEMA), path)
-
-
-def _agreements(diagnosis: Diagnosis) -> list[float | None]:
-    found: list[float | None] = []
-    own_ids = diagnosis.gaps.own_ids(diagnosis.as_recorded)
-    for rollout, own in zip(diagnosis.gaps.rollouts, own_ids, strict=True):
-        if rollout.expert_ids is None:
-            found.append(None)
-            continue
-        compared = compare([rollout], {rollout.name: own}, Place())
-        found.append(float(np.nan_to_num(compared.mean(range(own.shape[1])))))
-    return found

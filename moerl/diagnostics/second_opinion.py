@@ -121,12 +121,9 @@ def print_opinions(opinions: Sequence[TrajectoryOpinion], layers: LayerOpinion, 
     console.print(_layer_table(layers))
     console.print(_trajectory_table(opinions, tolerance))
     outside = [opinion.rollout_id for opinion in opinions if not opinion.within(tolerance)]
-    largest: dict[tuple[str, str], list[float]] = {}
-    for opinion in opinions:
-        for pair, difference in opinion.differences.items():
-            largest.setdefault(pair, []).append(difference.largest)
-    for (one, other), values in largest.items():
-        print(f"{one} against {other}: largest difference {np.max(values):.2e} nats")
+    for one, other in opinions[0].differences:
+        largest = np.max([opinion.differences[one, other].largest for opinion in opinions])
+        print(f"{one} against {other}: largest difference {largest:.2e} nats")
     if outside:
         print(f"outside the tolerance of {tolerance:g} nats: {len(outside)} of {len(opinions)} trajectories")
         print("\n".join(f"  {rollout_id}" for rollout_id in outside))

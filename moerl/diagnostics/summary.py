@@ -94,14 +94,11 @@ def _accuracy_lines(summary: RunSummary) -> list[str]:
     if cold is None or final is None:
         only = cold if final is None else final
         return [] if only is None else [f"accuracy {only:.3f} ({on})"]
-    return [f"accuracy {cold:.3f} -> {final:.3f} ({on})", *_length_lines(summary), *_verdict(summary)]
-
-
-def _length_lines(summary: RunSummary) -> list[str]:
-    cold, final = summary.response_length_cold_start, summary.response_length_final
-    if cold is None or final is None:
-        return []
-    return [f"response length {cold:.1f} -> {final:.1f} tokens"]
+    lines = [f"accuracy {cold:.3f} -> {final:.3f} ({on})"]
+    before, after = summary.response_length_cold_start, summary.response_length_final
+    if before is not None and after is not None:
+        lines.append(f"response length {before:.1f} -> {after:.1f} tokens")
+    return [*lines, *_verdict(summary)]
 
 
 def _verdict(summary: RunSummary) -> list[str]:
@@ -110,13 +107,12 @@ def _verdict(summary: RunSummary) -> list[str]:
     if worked is None or final is None:
         return []
     baseline = f"the cold start made to show its work: {worked:.3f}"
+    gain = "does not beat it clearly: it learned to show its work, not to calculate better"
     if summary.shows_skill:
-        return [f"{baseline}; the final model beats it: it learned to show its work, and works better"]
-    if final <= (summary.heldout_accuracy_cold_start or 0.0):
-        return [f"{baseline}; the final model does not beat the cold start: nothing was gained"]
-    return [
-        f"{baseline}; the final model does not beat it clearly: it learned to show its work, not to calculate better"
-    ]
+        gain = "beats it: it learned to show its work, and works better"
+    elif final <= (summary.heldout_accuracy_cold_start or 0.0):
+        gain = "does not beat the cold start: nothing was gained"
+    return [f"{baseline}; the final model {gain}"]
 
 
 def _mismatch_lines(summary: RunSummary) -> list[str]:

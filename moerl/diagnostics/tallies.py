@@ -66,6 +66,7 @@ class Tallies:
         num_layers, num_experts, top_k: of the model; 0 layers if no routes are compared.
         classes: by token id, the class of a token; empty without a tokenizer.
         current_version: the newest policy version, from which ages count; -1 if it is not known.
+        label: suffix of the names of maps, slices and histograms.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Tallies:
         *,
         classes: Sequence[str] = (),
         current_version: int = -1,
+        label: str = "",
     ) -> None:
         self._num_layers, self._num_experts, self._top_k = num_layers, num_experts, top_k
-        self._classes, self._current = np.array(classes, dtype=object), current_version
+        self._classes, self._current, self._label = np.array(classes, dtype=object), current_version, label
         self._rows_L, self._flips_L = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
         self._jaccard_L = np.zeros(num_layers)
         self._margins = np.zeros((2, num_layers))
@@ -126,8 +128,7 @@ class Tallies:
         self, rollout: DumpedRollout, own_ids: NDArray[np.integer], margins: NDArray[np.floating] | None
     ) -> NDArray[np.int64]:
         assert rollout.expert_ids is not None
-        num_rows = len(own_ids)
-        routed = np.ones(num_rows, bool) if rollout.routed is None else rollout.routed
+        num_rows, routed = len(own_ids), rollout.routed_rows
         differing_R = np.full(num_rows, -1, np.int64)
         for start in range(0, num_rows, CHUNK_ROWS):
             part = slice(start, min(start + CHUNK_ROWS, num_rows))
@@ -212,16 +213,14 @@ class Tallies:
                     self._slices[by, name].parts.append((float(sizes_T[chosen].sum()), int(chosen.sum())))
 
     def _add_kinds(self, rollout: DumpedRollout, differing_R: NDArray[np.int64]) -> None:
-        kinds = np.where(np.append(rollout.sampled[1:], False)[: len(differing_R)], "response", "prompt")
-        for name in ("prompt", "response"):
-            chosen = (kinds == name) & (differing_R >= 0)
-            total = self._slices["kind", name]
-            total.rows += int(chosen.sum())
-            total.flipped += int((differing_R[chosen] > 0).sum())
+        predicts = np.append(rollout.sampled[1:], False)[: len(differing_R)]
+        kinds = {("kind", "prompt"): ~predicts, ("kind", "response"): predicts}
         if rollout.engine:
-            total, chosen = self._slices["engine", rollout.engine], differing_R >= 0
-            total.rows += int(chosen.sum())
-            total.flipped += int((differing_R[chosen] > 0).sum())
+            kinds["engine", rollout.engine] = np.ones(len(differing_R), np.bool_)
+        for key, of_it in kinds.items():
+            differing = differing_R[of_it & (differing_R >= 0)]
+            self._slices[key].rows += len(differing)
+            self._slices[key].flipped += int((differing > 0).sum())
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Tallies:
             chosen = sorted(columns)
             shares = np.stack([columns[each][1] / np.maximum(1, columns[each][0]) for each in chosen], 1)
             labels = [_position(each) if name == "position" else str(each) for each in chosen]
-            maps.append(LayerMap(name, tuple(labels), tuple(tuple(map(float, row)) for row in shares)))
+            maps.append(LayerMap(name + self._label, tuple(labels), tuple(tuple(map(float, row)) for row in shares)))
         return tuple(maps)
 
     def swaps(self) -> tuple[Swap, ...]:
@@ -267,7 +266,7 @@ class Tallies:
         count = Counter(by for by, _ in self._slices)
         return tuple(
             Slice(
-                by,
+                by + self._label,
                 name,
                 sum(tokens for _, tokens in total.parts) or total.rows,
                 total.interval(),
@@ -284,7 +283,7 @@ class Tallies:
             d = np.concatenate(self.d)
             limit = max(1e-6, float(np.quantile(np.abs(d), 0.995)))
             counts, edges = np.histogram(np.clip(d, -limit, limit), 41, (-limit, limit))
-            found.append(Histogram("d, nats", tuple(edges.tolist()), {"tokens": tuple(counts.tolist())}))
+            found.append(Histogram("d, nats" + self._label, tuple(edges.tolist()), {"tokens": tuple(counts.tolist())}))
         flipped, others = (np.concatenate(each) if each else np.zeros(0) for each in self._margin_samples)
         if len(flipped) and len(others):
             edges = np.linspace(0.0, float(np.quantile(others, 0.99)) or 1.0, MARGIN_BINS + 1)
@@ -292,7 +291,7 @@ class Tallies:
                 name: tuple(np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0].tolist())
                 for name, values in (("experts differ", flipped), ("experts agree", others))
             }
-            found.append(Histogram("router margin, score", tuple(edges.tolist()), binned))
+            found.append(Histogram("router margin, score" + self._label, tuple(edges.tolist()), binned))
         return tuple(found)
 
 

@@ -90,25 +90,18 @@ class TrainerSide:
         sizes = [self._from(plan) for plan in (*self.plans.values(), own, self.final, *full)]
         nearest = min(sizes, key=lambda each: float(np.concatenate(each).mean()))
         nats = float(np.concatenate(nearest).mean())
-        odd = self._odd(sizes)
+        means = np.min([[float(each.mean()) for each in of_plan] for of_plan in sizes], axis=0)
+        odd = np.array([len(each) >= LEAST_TOKENS for each in nearest]) & (means > ODD * self.floor)
         left = [each for each, is_odd in zip(nearest, odd, strict=True) if not is_odd]
         if 2 * odd.sum() < len(odd) and float(np.concatenate(left).mean()) <= CLEAN * self.floor:
-            return self._of_some(nearest, odd) if odd.any() and self.floor <= MOST_FLOOR else []
+            if not odd.any() or self.floor > MOST_FLOOR:
+                return []
+            chosen = [each for each, is_odd in zip(nearest, odd, strict=True) if is_odd]
+            names = tuple(self.gaps.rollouts[i].name for i in np.array(self.there())[odd].tolist())
+            return [self._apart(chosen, float(np.concatenate(chosen).mean()), names)]
         # If the trainer is at the engine's side, the model is the one that is apart: findings of the engine say so.
         is_with_engine = float(np.abs(self.from_engine()).mean()) < WITH_ENGINE * nats
         return [] if is_with_engine else [self._of_temperature(nats) or self._apart(nearest, nats)]
-
-    def _odd(self, sizes: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.bool_]:
-        """Tells the rollouts that are odd by themselves, bool [H]. sizes: of each plan, as of `_from`."""
-        means = np.min([[float(each.mean()) for each in of_plan] for of_plan in sizes], axis=0)
-        are_long = np.array([len(each) >= LEAST_TOKENS for each in sizes[0]])
-        return are_long & (means > ODD * self.floor)
-
-    def _of_some(self, sizes: Sequence[NDArray[np.float64]], odd: NDArray[np.bool_]) -> list[Finding]:
-        there, numbers = self.there(), np.flatnonzero(odd).tolist()
-        chosen = [sizes[i] for i in numbers]
-        names = tuple(self.gaps.rollouts[there[i]].name for i in numbers)
-        return [self._apart(chosen, float(np.concatenate(chosen).mean()), names)]
 
     def _from(self, plan: Plan) -> list[NDArray[np.float64]]:
         """Returns |the trainer's log-probs less those of a plan|, of the sampled tokens of each rollout, [H]."""

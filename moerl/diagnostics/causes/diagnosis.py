@@ -15,15 +15,9 @@ from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
-from moerl.diagnostics.causes.faults import (
-    CLEAN,
-    MOST_FLOOR,
-    Fault,
-    Ground,
-    changed,
-)
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Plan, Repair
-from moerl.diagnostics.causes.mask_faults import mask_faults
+from moerl.diagnostics.causes.faults import CLEAN, MOST_FLOOR, Fault, Ground, changed
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
+from moerl.diagnostics.causes.masks import mask_faults
 from moerl.diagnostics.causes.records import Records, search_records
 from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
@@ -108,7 +102,7 @@ def diagnose(
     told = _Told(ground, recorded, residual, level_R, odd_R if 2 * odd_R.sum() <= len(odd_R) else odd_R & False)
     findings = [*told.faults(faults, parts), *told.groups(groups)]
     findings = sorted(findings, key=lambda finding: -finding.nats.value)
-    findings += _top_p_finding(gaps, records.plan) + told.rest(fine, own_fine) + told.odd()
+    findings += told.top_p(oversized_sets(gaps, records.plan)) + told.rest(fine, own_fine) + told.odd()
     return Diagnosis(
         gaps,
         records.plan,
@@ -184,6 +178,11 @@ class _Told:
     level_R: NDArray[np.float64]
     odd_R: NDArray[np.bool_]
 
+    @property
+    def nats(self) -> dict[str, Interval]:
+        """Parts of the gap as recorded, by cause."""
+        return {share.cause: share.nats for share in self.recorded.shares}
+
     def faults(self, faults: Sequence[Fault], parts: Sequence[Interval]) -> list[Finding]:
         """Returns every fault with its rollouts, and with what it costs if the dump is used as it came. Faults of one
         title are one.
@@ -211,7 +210,6 @@ class _Told:
 
     def groups(self, groups: Sequence[Apart]) -> list[Finding]:
         """Returns a finding for each cause of tokens that are apart."""
-        shares = {share.cause: share.nats for share in self.recorded.shares}
         found: list[Finding] = []
         for cause in dict.fromkeys(group.cause for group in groups):
             of_it = [group for group in groups if group.cause == cause]
@@ -221,18 +219,27 @@ class _Told:
                 Evidence(seen.format(repr(each.name)), f"{each.mean:.2e} nats", f"{each.others:.2e} (others)")
                 for each in of_it
             )
-            is_closed = self.rounding_times() < CLEAN and shares[cause].low > 0.5 * shares[cause].value
+            nats = self.nats[cause]
+            is_closed = self.rounding_times() < CLEAN and nats.low > 0.5 * nats.value
             confidence: Confidence = "certain" if is_closed else "likely"
             if cause == "staleness":  # nothing but their age speaks for it
                 confidence = "possible"
-            found.append(self._finding(cause, confidence, title.format(names), shares[cause], evidence))
+            found.append(self._finding(cause, confidence, title.format(names), nats, evidence))
         return found
+
+    def top_p(self, larger: tuple[float, float] | None) -> list[Finding]:
+        """Returns a finding on sets that are larger than their top-p makes them. larger: as of `oversized_sets`."""
+        if larger is None:
+            return []
+        mass, said = larger
+        seen = Evidence("mass of a kept set without its least likely member, median", f"{mass:.3f}", f"< {said:g}")
+        title = f"kept sets are larger than top-p {said:g} makes them"
+        return [self._finding("top_p", "likely", title, Interval(0.0, 0.0, 0.0), (seen,))]
 
     def rounding_times(self) -> float:
         """Returns the gap that is left and not taken apart, in times of the level that is no fault; odd rollouts do not
         count."""
-        nats_of = {share.cause: share.nats.value for share in self.recorded.shares}
-        left = nats_of["unexplained"] + nats_of["precision"]
+        left = self.nats["unexplained"].value + self.nats["precision"].value
         counts = np.diff(self.residual.starts)
         if self.odd_R.any():
             sums_R = self.residual.means * counts
@@ -245,7 +252,7 @@ class _Told:
 
         fine, own_fine: nats that rounding of the model's own dtype makes, as `measure_floor` returns them.
         """
-        nats_of = {share.cause: share.nats for share in self.recorded.shares}
+        nats_of = self.nats
         has_R = np.array([rollout.expert_ids is not None for rollout in self.ground.rollouts])
         fine = float(np.where(has_R, fine, own_fine)[~self.odd_R].mean())
         nats, most = float(self.ground.floors.max()), f"at most {MOST_FLOOR:g}"
@@ -319,14 +326,3 @@ class _Told:
             if len(inside) == 1 and not inside & outside and inside != {""}:
                 return Evidence("rollouts", f"those of {what} {inside.pop()}: {said}")
         return Evidence("rollouts", said)
-
-
-def _top_p_finding(gaps: Gaps, final: Plan) -> list[Finding]:
-    larger = oversized_sets(gaps, final)
-    if larger is None:
-        return []
-    inner, said = larger
-    evidence = (Evidence("mass of a kept set without its least likely member, median", f"{inner:.3f}", f"< {said:g}"),)
-    title = f"kept sets are larger than top-p {said:g} makes them"
-    none = Interval(0.0, 0.0, 0.0)
-    return [Finding("top_p", "fault", "likely", title, CAUSES["top_p"].remedy, none, 0.0, evidence)]

@@ -40,7 +40,7 @@ CHANCE = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """A fault that was found, with the change that takes it back."""
+    """A fault that was found, or that may be there, with the change that takes it back."""
 
     cause: str
     """Key of `CAUSES`."""
@@ -51,24 +51,25 @@ class Fault:
     change: Change
     """Takes the fault back in the assumption of a rollout that has it."""
     of_R: NDArray[np.bool_]
-    """True for the rollouts that have it."""
+    """True for the rollouts that have it, or that may have it."""
+
+
+def applied(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
+    """Returns the plan with a change of these rollouts."""
+    return [change(each) if has else each for each, has in zip(plan, of_R, strict=True)]
 
 
 def changed(plan: Plan, faults: Sequence[Fault]) -> list[Assumption]:
     """Returns the plan with all these faults taken back."""
     now = list(plan)
     for fault in faults:
-        now = [fault.change(each) if has else each for each, has in zip(now, fault.of_R, strict=True)]
+        now = applied(now, fault.change, fault.of_R)
     return now
 
 
 def repairing(repair: Repair) -> Change:
     """Returns the change that adds a repair."""
-    return partial(_with_repair, repair)
-
-
-def _with_repair(repair: Repair, assumption: Assumption) -> Assumption:
-    return assumption.with_repair(repair)
+    return partial(Assumption.with_repair, repair=repair)
 
 
 @dataclass(frozen=True, slots=True)

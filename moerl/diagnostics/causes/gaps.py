@@ -61,6 +61,7 @@ class Assumption:
 Plan = Sequence[Assumption]
 """One assumption for each rollout."""
 Change = Callable[[Assumption], Assumption]
+_PLAIN = Question()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +97,6 @@ class Gaps:
     """Rollouts as the dump has them; at least one."""
     scorers: Sequence[RolloutScorer]
     """At least one. A rollout is scored by the one whose version it names, unless its assumption says another."""
-    question: Question = field(default_factory=Question)
-    """Temperature factors and top-p values that are asked for if a plan names no others."""
     _scored: dict[tuple[object, ...], Scored] = field(default_factory=dict)
     _repaired: dict[tuple[object, ...], DumpedRollout] = field(default_factory=dict)
 
@@ -113,13 +112,13 @@ class Gaps:
         """Returns the rollouts after the repairs of the plan."""
         return [self._repair(number, assumption.repairs) for number, assumption in enumerate(plan)]
 
-    def scores(self, plan: Plan, question: Question | None = None) -> list[Scored]:
+    def scores(self, plan: Plan, question: Question = _PLAIN) -> list[Scored]:
         """Returns the scores by rollout; `kept` and `factor` of the plan are ignored."""
-        return self._some(range(len(plan)), plan, self.question if question is None else question)
+        return self._some(range(len(plan)), plan, question)
 
     def as_planned(self, plan: Plan) -> list[Scored]:
         """Returns the scores by rollout; their first factor and first top-p are those of the plan."""
-        asked = [self._question(assumption) for assumption in plan]
+        asked = [Question((each.factor,), (each.kept,) if isinstance(each.kept, float) else ()) for each in plan]
         scored: dict[int, Scored] = {}
         for question in dict.fromkeys(asked):
             chosen = [number for number, each in enumerate(asked) if each == question]
@@ -128,13 +127,10 @@ class Gaps:
 
     def logprobs(self, plan: Plan) -> list[NDArray[np.float64]]:
         """Returns the model's log-probs of the sampled tokens by rollout, float64, nats."""
-        found: list[NDArray[np.float64]] = []
-        for assumption, score in zip(plan, self.as_planned(plan), strict=True):
-            if assumption.kept == "listed":
-                found.append(score.kept_TF[:, 0])
-            else:
-                found.append(score.full_TF[:, 0] if assumption.kept == "full" else score.rebuilt_TP[:, 0])
-        return found
+        return [
+            {"listed": score.kept_TF, "full": score.full_TF}.get(str(each.kept), score.rebuilt_TP)[:, 0]
+            for each, score in zip(plan, self.as_planned(plan), strict=True)
+        ]
 
     def differences(self, plan: Plan) -> Differences:
         """Returns d of every sampled token."""
@@ -164,14 +160,6 @@ class Gaps:
         version = int(rollout.policy_versions.max())
         return next((i for i, scorer in enumerate(self.scorers) if scorer.version == version), 0)
 
-    def _question(self, assumption: Assumption) -> Question:
-        question = self.question
-        if isinstance(assumption.kept, float):
-            question = replace(question, top_ps=(assumption.kept,))
-        if assumption.factor != 1.0:
-            question = replace(question, factors=(assumption.factor,))
-        return question
-
     def _some(self, numbers: Sequence[int], plan: Plan, question: Question) -> list[Scored]:
         keys = [self._key(number, plan[number], question) for number in numbers]
         missing = [number for number, key in zip(numbers, keys, strict=True) if key not in self._scored]
@@ -181,10 +169,13 @@ class Gaps:
         return [self._scored[key] for key in keys]
 
     def _key(self, number: int, assumption: Assumption, question: Question) -> tuple[object, ...]:
-        weights = self.scorer_of(self.rollouts[number]) if assumption.weights is None else assumption.weights
         seen = ("tokens", "sets", "routes") if assumption.routing == "recorded" else ("tokens", "sets")
         names = tuple(repair.name for repair in assumption.repairs if repair.of in seen)
-        return number, assumption.routing, weights, names, question
+        return number, assumption.routing, self._weights(number, assumption), names, question
+
+    def _weights(self, number: int, assumption: Assumption) -> int:
+        """Returns the number of the scorer."""
+        return self.scorer_of(self.rollouts[number]) if assumption.weights is None else assumption.weights
 
     def _repair(self, number: int, repairs: Iterable[Repair]) -> DumpedRollout:
         rollout, names = self.rollouts[number], list[str]()
@@ -204,7 +195,7 @@ class Gaps:
             if plan[number].routing == "recorded" and rollouts[place].expert_ids is not None
         ]
         own_plan = [replace(assumption, routing="own") for assumption in plan]
-        own = self._some([numbers[place] for place in recorded], own_plan, self.question) if recorded else []
+        own = self._some([numbers[place] for place in recorded], own_plan, _PLAIN) if recorded else []
         whole = {
             place: enforceable(rollouts[place], each.own_ids, self.scorers[0].num_experts)
             for place, each in zip(recorded, own, strict=True)
@@ -212,9 +203,7 @@ class Gaps:
         chosen = [whole.get(i) or replace(each, expert_ids=None, routed=None) for i, each in enumerate(rollouts)]
         by_scorer: dict[int, list[int]] = {}
         for place, number in enumerate(numbers):
-            weights = plan[number].weights
-            scorer = self.scorer_of(self.rollouts[number]) if weights is None else weights
-            by_scorer.setdefault(scorer, []).append(place)
+            by_scorer.setdefault(self._weights(number, plan[number]), []).append(place)
         scored: dict[int, Scored] = {}
         for scorer, places in sorted(by_scorer.items()):
             scored |= zip(places, self.scorers[scorer].score([chosen[i] for i in places], question), strict=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, ODD, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, ODD, Fault, Ground, applied, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Plan, Repair
-from moerl.diagnostics.causes.route_faults import RouteFault, search_routes
+from moerl.diagnostics.causes.route_faults import search_routes
 from moerl.diagnostics.causes.routes import POOR, Place, compare, jaccard
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
@@ -96,11 +97,17 @@ class _Search:
         found = search_routes(chosen, own, num_experts, self._judge, f"search {self.searched}")
         if not found:
             return False
-        faults = [self._fault(each) for each in found]
+        faults = [
+            Fault(each.cause, each.title, each.evidence, repairing(each.repair), self._named(each.names))
+            for each in found
+        ]
         after = changed(self.enforced, faults)
         judged_R = np.any([fault.of_R & each.is_judged for fault, each in zip(faults, found, strict=True)], axis=0)
         helped_R = self._helped(after, judged_R) if judged_R.any() else judged_R
-        faults = [_only(f, helped_R) if each.is_judged else f for f, each in zip(faults, found, strict=True)]
+        faults = [
+            replace(fault, of_R=fault.of_R & helped_R) if each.is_judged else fault
+            for fault, each in zip(faults, found, strict=True)
+        ]
         named = np.any([fault.of_R for fault in faults], axis=0)
         before_R = self.ground.gaps.differences(self.plan()).means
         after_R = self.ground.gaps.differences(changed(self.enforced, faults)).means
@@ -108,8 +115,7 @@ class _Search:
         nearer = named & (first | (before_R - after_R > CLEAR_PART * before_R))
         if not nearer.any():
             return False
-        self.faults = [each for each in (_only(fault, ~nearer) for fault in self.faults) if each.of_R.any()]
-        self.faults += [each for each in (_only(fault, nearer) for fault in faults) if each.of_R.any()]
+        self.faults = [*_only(self.faults, ~nearer), *_only(faults, nearer)]
         return bool((self.ground.odd(before_R) & nearer & (before_R - after_R > CLEAR_PART * before_R)).any())
 
     def _helped(self, after: Plan, judged_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -125,17 +131,13 @@ class _Search:
         one, other = ([replace(each, factor=COARSE[best]) for each in plan] for plan in (self.enforced, after))
         return helped_R | self.ground.helped(one, other, judged_R, part=0.0)
 
-    def _fault(self, found: RouteFault) -> Fault:
-        of_R = np.array([rollout.name in found.names for rollout in self.rollouts])
-        return Fault(found.cause, found.title, found.evidence, repairing(found.repair), of_R)
+    def _named(self, names: Collection[str]) -> NDArray[np.bool_]:
+        return np.array([rollout.name in names for rollout in self.rollouts])
 
     def _judge(self, one: Repair, other: Repair, names: Collection[str]) -> bool:
-        of_R = np.array([rollout.name in names for rollout in self.rollouts])
-        before, after = (
-            [each.with_repair(repair) if has else each for each, has in zip(self.enforced, of_R, strict=True)]
-            for repair in (one, other)
-        )
-        gap, left = (self.ground.gaps.differences(plan) for plan in (before, after))
+        of_R = self._named(names)
+        plans = (applied(self.enforced, repairing(repair), of_R) for repair in (one, other))
+        gap, left = map(self.ground.gaps.differences, plans)
         gained = self.ground.bootstrap.mean(gap.sizes - left.sizes, of_R)
         if of_R.sum() < 3:
             return gained.value > CLEAR_PART * self.ground.mean_of(gap, of_R)
@@ -165,8 +167,8 @@ class _Search:
                 f"{self.rollouts[i].name} has those of {owners[i]}" for i in np.flatnonzero(those).tolist() if owners[i]
             ]
             evidence = (seen, Evidence("of them", "; ".join(pairs[:4]))) if pairs else (seen,)
-            self.faults = [each for each in (_only(fault, ~those) for fault in self.faults) if each.of_R.any()]
-            self.faults.append(Fault("foreign_routes", title, evidence, _with_own, those))
+            fault = Fault("foreign_routes", title, evidence, partial(replace, routing="own"), those)
+            self.faults = [*_only(self.faults, ~those), fault]
 
     def _owner(self, number: int) -> str | None:
         """Returns the name of the rollout whose tokens the record fits in its generated rows; None if there is none."""
@@ -186,19 +188,13 @@ class _Search:
     def agreement(self) -> tuple[float, float]:
         own = {rollout.name: each for rollout, each in zip(self.rollouts, self.own, strict=True)}
         plan = self.plan()
-        repaired = [
-            rollout
-            for rollout, assumption in zip(self.ground.gaps.repaired(plan), plan, strict=True)
-            if assumption.routing == "recorded"
-        ]
+        enforced = zip(self.ground.gaps.repaired(plan), plan, strict=True)
+        repaired = [rollout for rollout, assumption in enforced if assumption.routing == "recorded"]
         layers = range(self.own[0].shape[1])
         before = compare(self.rollouts, own, Place()).mean(layers)
         return before, compare(repaired, own, Place()).mean(layers) if repaired else 0.0
 
 
-def _with_own(assumption: Assumption) -> Assumption:
-    return replace(assumption, routing="own")
-
-
-def _only(fault: Fault, of_R: NDArray[np.bool_]) -> Fault:
-    return replace(fault, of_R=fault.of_R & of_R)
+def _only(faults: Sequence[Fault], of_R: NDArray[np.bool_]) -> list[Fault]:
+    """Returns the faults in these rollouts, without those that none of them has."""
+    return [replace(fault, of_R=fault.of_R & of_R) for fault in faults if (fault.of_R & of_R).any()]

@@ -81,21 +81,17 @@ class _State:
 
     def repair(self) -> Repair:
         known = (self.place, sorted(self.mappings), sorted(self.dead), len(self.not_captured))
-        return Repair(f"routes: {self.label} {known}", partial(_apply, self), of="routes")
+        return Repair(f"routes: {self.label} {known}", self.applied, of="routes")
 
-    def but(self, **changes: object) -> _State:
-        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+    def applied(self, rollout: DumpedRollout) -> DumpedRollout:
+        own_rows = np.zeros(len(rollout) - 1, bool)
+        for choose in self.not_captured:
+            own_rows |= choose(rollout)
+        return apply_routes(rollout, self.shape, self.place, mappings=self.mappings, dead=self.dead, own_rows=own_rows)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return next(iter(self.own.values())).shape
-
-
-def _apply(state: _State, rollout: DumpedRollout) -> DumpedRollout:
-    own_rows = np.zeros(len(rollout) - 1, bool)
-    for choose in state.not_captured:
-        own_rows |= choose(rollout)
-    return apply_routes(rollout, state.shape, state.place, mappings=state.mappings, dead=state.dead, own_rows=own_rows)
 
 
 def search_routes(
@@ -146,9 +142,8 @@ class _Search:
         top_k = self.state.shape[2]
         wrong_k = {r.name for r in self.rollouts if r.expert_ids is not None and r.expert_ids.shape[2] != top_k}
         if wrong_k:
-            seen = Evidence(
-                "rollouts with another number of experts per token", f"{len(wrong_k)}", f"{top_k} per token"
-            )
+            what = "rollouts with another number of experts per token"
+            seen = Evidence(what, f"{len(wrong_k)}", f"{top_k} per token")
             self._take("route_shape", "routes name another number of experts", (seen,), wrong_k)
         broken = [(r.name, *_broken(r, self.state.num_experts)) for r in self.rollouts if r.name not in wrong_k]
         blank: dict[tuple[int, ...], set[str]] = {}
@@ -174,7 +169,7 @@ class _Search:
         for layers, names in sorted(blank.items(), key=lambda item: -len(item[1]))[:1]:
             evidence = (Evidence(f"MoE layer {_listed(layers)}", "rows name an expert twice", "distinct ids"),)
             title = f"MoE layer {_listed(layers)} of the routes is blank"
-            self._take("blank_layer", title, evidence, names, self.state.but(dead=list(layers)))
+            self._take("blank_layer", title, evidence, names, replace(self.state, dead=list(layers)))
 
     def repeated_rows(self) -> None:
         """Finds rows that repeat the row before them, though the model does not choose the same twice."""
@@ -187,7 +182,7 @@ class _Search:
             rows = {rollout.name: len(rollout) - 1 for rollout in self.rollouts}
             share = sum(found[name] for name in names) / sum(rows[name] for name in names)
             seen = Evidence("rows that repeat the one before them in every layer", f"{share:.1%}", "0")
-            state = self.state.but(not_captured=(*self.state.not_captured, choose))
+            state = replace(self.state, not_captured=(*self.state.not_captured, choose))
             self._propose("route_repeats", "rows of the routes repeat the row before them", (seen,), names, state)
 
     def moved(self) -> None:
@@ -212,7 +207,7 @@ class _Search:
         num_layers = self.state.shape[1]
         surplus = {r.name: r.expert_ids.shape[1] - num_layers for r in self.rollouts if r.expert_ids is not None}
         wrong = {name for name, extra in surplus.items() if extra}
-        state = self.state.but(place=replace(self.state.place, layer=place.layer, order=place.order))
+        state = replace(self.state, place=replace(self.state.place, layer=place.layer, order=place.order))
         evidence = (
             Evidence("MoE layers of the routes beyond the model's", _listed(sorted(set(surplus.values()))), "0"),
             agreement,
@@ -244,7 +239,7 @@ class _Search:
             title = f"routes of generated tokens are {_by(place.row, 'row')}, those of prompts are not"
         elif wrong and (place.from_end or not place.row):
             title = "routes and tokens have different lengths" + (", counted from the end" if place.from_end else "")
-        state = self.state.but(place=moved)
+        state = replace(self.state, place=moved)
         if wrong:
             self._take("row_shift", title, evidence, wrong, state)
         elif place.row:
@@ -271,7 +266,7 @@ class _Search:
         state = self.state
         compared = compare(self._repaired(), state.own, Place())
         constant = [layer for layer in constant_layers(compared) if layer not in state.dead]
-        agreement = np.where(compared.there_nL.any(0), np.nan_to_num(np.nanmean(_or_zero(compared), axis=0)), np.nan)
+        agreement = np.where(compared.there_nL.any(0), compared.by_layer(), np.nan)
         alive = [layer for layer in range(len(agreement)) if layer not in (*state.dead, *constant)]
         known = [layer for layer in alive if np.isfinite(agreement[layer])]
         mappings = {
@@ -280,22 +275,16 @@ class _Search:
             if agreement[layer] < SOUND and (mapping := renumbering(compared, layer, state.num_experts)) is not None
         }
         if mappings:
-            evidence = tuple(
-                Evidence(f"MoE layer {layer}, agreement (Jaccard) as recorded", f"{agreement[layer]:.2f}", "near 1")
-                for layer in list(mappings)[:4]
-            )
+            evidence = _agreements(agreement, list(mappings), " as recorded")
             title = f"experts are renumbered in MoE layer {_listed(mappings)}"
-            if not self._propose("renumbered", title, evidence, self._all(), state.but(mappings=mappings)):
+            if not self._propose("renumbered", title, evidence, self._all(), replace(state, mappings=mappings)):
                 mappings = {}
         lost = [layer for layer in constant if compared.there_nL[:, layer].any()]
         lost += _outliers(agreement, [layer for layer in known if layer not in mappings])
         if lost and len(lost) * 2 <= len(agreement):
-            evidence = tuple(
-                Evidence(f"MoE layer {layer}, agreement (Jaccard)", f"{np.nan_to_num(agreement[layer]):.2f}", "near 1")
-                for layer in lost[:4]
-            )
+            evidence = _agreements(agreement, lost)
             title = f"the routes of MoE layer {_listed(sorted(lost))} are not those of the tokens"
-            dead = self.state.but(dead=[*self.state.dead, *lost])
+            dead = replace(self.state, dead=[*self.state.dead, *lost])
             self._propose("blank_layer", title, evidence, self._all(), dead)
 
     def stale_prefix(self) -> None:
@@ -325,25 +314,25 @@ class _Search:
                 Evidence("of other tokens", f"{others.mean():.1%}", "about the same"),
             )
             title = "the routes of prompts were captured under other weights (a stale prefix cache)"
-            state = self.state.but(not_captured=(*self.state.not_captured, choose))
+            state = replace(self.state, not_captured=(*self.state.not_captured, choose))
             if self._propose("stale_prefix", title, evidence, {each[0] for each in flips[name]}, state):
                 return
 
     def _repaired(self) -> list[DumpedRollout]:
-        return [_apply(self.state, rollout) for rollout in self.rollouts]
+        return [self.state.applied(rollout) for rollout in self.rollouts]
 
 
 def _broken(rollout: DumpedRollout, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Returns two of bool [R, L]: rows that are no routes; of them, those with an expert that does not exist."""
     assert rollout.expert_ids is not None
     ids = rollout.expert_ids
-    routed = np.ones(len(ids), bool) if rollout.routed is None else rollout.routed
-    outside = ((ids < 0) | (ids >= num_experts)).any(-1) & routed[:, None]
-    return (~is_distinct(ids) & routed[:, None]) | outside, outside
+    routed_R1 = rollout.routed_rows[:, None]
+    outside = ((ids < 0) | (ids >= num_experts)).any(-1) & routed_R1
+    return (~is_distinct(ids) & routed_R1) | outside, outside
 
 
 def _repeated(state: _State, rollout: DumpedRollout) -> NDArray[np.bool_]:
-    return repeats(_apply(state, rollout), state.own.get(rollout.name))
+    return repeats(state.applied(rollout), state.own.get(rollout.name))
 
 
 def _renumbered(compared: Compared, layer: int, state: _State) -> float:
@@ -356,16 +345,19 @@ def _renumbered(compared: Compared, layer: int, state: _State) -> float:
     return float(jaccard(recorded if mapping is None else mapping[recorded], compared.own[there, layer]).mean())
 
 
+def _agreements(agreement: NDArray[np.float64], layers: Sequence[int], when: str = "") -> tuple[Evidence, ...]:
+    """Returns the agreement of the first few of these layers as evidence."""
+    what = f"agreement (Jaccard){when}"
+    values = [(layer, np.nan_to_num(agreement[layer])) for layer in layers[:4]]
+    return tuple(Evidence(f"MoE layer {layer}, {what}", f"{value:.2f}", "near 1") for layer, value in values)
+
+
 def _outliers(agreement: NDArray[np.float64], layers: Sequence[int]) -> list[int]:
     """Returns the layers that agree less than half as well as the others."""
     if len(layers) < 2:
         return []
-    found: list[int] = []
-    for layer in layers:
-        others = float(np.median([agreement[other] for other in layers if other != layer]))
-        if others > POOR and agreement[layer] < others / 2:
-            found.append(layer)
-    return found
+    others = {layer: np.median([agreement[other] for other in layers if other != layer]) for layer in layers}
+    return [layer for layer in layers if others[layer] > POOR and agreement[layer] < others[layer] / 2]
 
 
 def _prompt_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
@@ -380,11 +372,6 @@ def _cached_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
     first = rollout.policy_versions[rollout.sampled][0]
     versions = rollout.prefix_versions[:-1]
     return (versions >= 0) & (versions < first)
-
-
-def _or_zero(compared: Compared) -> NDArray[np.float64]:
-    """Returns the agreement [n, L], 0 without a record."""
-    return np.where(compared.there_nL, compared.agreement(), 0.0)
 
 
 def _by(shift: int, what: str) -> str:

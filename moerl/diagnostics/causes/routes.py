@@ -53,31 +53,6 @@ def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[
     return shared / (2 * own.shape[-1] - shared)
 
 
-def placed(
-    ids_RLK: NDArray[np.int32],
-    routed_R: NDArray[np.bool_],
-    num_rows: int,
-    num_layers: int,
-    place: Place,
-    num_prompt: int = 0,
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Returns ids, int32 [num_rows, num_layers, K], -1 if the record has nothing there; and whether it has something,
-    bool [num_rows, num_layers]."""
-    first = place.row + (len(ids_RLK) - num_rows if place.from_end else 0)
-    rows, layers = np.arange(num_rows) + first, np.arange(num_layers) + place.layer
-    if place.generated:
-        rows = np.where(rows < num_prompt, -1, rows)
-        rows[:num_prompt] = np.arange(num_prompt)
-    if place.order is not None:
-        layers = np.array(place.order)
-    has_row = (rows >= 0) & (rows < len(ids_RLK))
-    has_row[has_row] = routed_R[rows[has_row]]
-    has_layer = (layers >= 0) & (layers < ids_RLK.shape[1])
-    ids = np.full((num_rows, num_layers, ids_RLK.shape[2]), -1, np.int32)
-    ids[np.ix_(has_row, has_layer)] = ids_RLK[np.ix_(rows[has_row], layers[has_layer])]
-    return ids, has_row[:, None] & has_layer[None, :]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
     """Rows of several rollouts at one place."""
@@ -88,14 +63,16 @@ class Compared:
     """[n, L, K], the model's own choice."""
     there_nL: NDArray[np.bool_]
     """True if there is a record, and it names distinct experts."""
-    rollout_n: NDArray[np.int64]
-    """Number of the rollout that the row is of."""
 
     def agreement(self) -> NDArray[np.float64]:
         """Returns the Jaccard similarity, [n, L]; nan without a record."""
         agreement = jaccard(self.recorded, self.own)
         agreement[~self.there_nL] = np.nan
         return agreement
+
+    def by_layer(self) -> NDArray[np.float64]:
+        """Returns the mean agreement of each layer, [L]; rows without a record count as 0."""
+        return np.nan_to_num(np.where(self.there_nL, self.agreement(), 0.0).mean(0))
 
     def mean(self, layers: Sequence[int]) -> float:
         """Returns the mean agreement over these layers; 0 without any record."""
@@ -105,30 +82,42 @@ class Compared:
 
 def compare(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place, *, max_rows: int = MAX_ROWS) -> Compared:
     """Compares rows of all rollouts with routes, evenly thinned to about `max_rows`."""
-    with_routes = [(i, rollout) for i, rollout in enumerate(rollouts) if rollout.expert_ids is not None]
-    total = sum(len(rollout) - 1 for _, rollout in with_routes)
+    with_routes = [rollout for rollout in rollouts if rollout.expert_ids is not None]
+    total = sum(len(rollout) - 1 for rollout in with_routes)
     stride = max(1, -(-total // max_rows))
-    recorded, chosen, there, number = [], [], [], []
-    for i, rollout in with_routes:
-        ids, has = route_table(rollout, own[rollout.name].shape, place)
-        recorded.append(ids[::stride])
-        chosen.append(own[rollout.name][::stride])
-        there.append(has[::stride])
-        number.append(np.full(len(recorded[-1]), i))
-    joined = [np.concatenate(parts) for parts in (recorded, chosen, there, number)]
-    return Compared(joined[0], joined[1], joined[2] & is_distinct(joined[0]), joined[3])
+    tables = [route_table(rollout, own[rollout.name].shape, place) for rollout in with_routes]
+    recorded = np.concatenate([ids[::stride] for ids, _ in tables])
+    there = np.concatenate([has[::stride] for _, has in tables])
+    chosen = np.concatenate([own[rollout.name][::stride] for rollout in with_routes])
+    return Compared(recorded, chosen, there & is_distinct(recorded))
 
 
 def route_table(
     rollout: DumpedRollout, shape: tuple[int, ...], place: Place
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Returns `placed` for a rollout whose model has this shape, [S - 1, L, K]; a record of another K is no record."""
-    assert rollout.expert_ids is not None
+    """Returns the record at a place: ids, int32 [S - 1, L, K], -1 if the record has nothing there; and whether it has
+    something, bool [S - 1, L]. A record of another K is no record.
+
+    shape: [S - 1, L, K] of the model.
+    """
+    ids_RLK = rollout.expert_ids
+    assert ids_RLK is not None
     num_rows, num_layers, top_k = shape
-    if rollout.expert_ids.shape[2] != top_k:
-        return np.full(shape, -1, np.int32), np.zeros((num_rows, num_layers), bool)
-    routed = np.ones(len(rollout.expert_ids), bool) if rollout.routed is None else rollout.routed
-    return placed(rollout.expert_ids, routed, num_rows, num_layers, place, rollout.num_prompt)
+    ids = np.full(shape, -1, np.int32)
+    if ids_RLK.shape[2] != top_k:
+        return ids, np.zeros((num_rows, num_layers), bool)
+    first = place.row + (len(ids_RLK) - num_rows if place.from_end else 0)
+    rows, layers = np.arange(num_rows) + first, np.arange(num_layers) + place.layer
+    if place.generated:
+        rows = np.where(rows < rollout.num_prompt, -1, rows)
+        rows[: rollout.num_prompt] = np.arange(rollout.num_prompt)
+    if place.order is not None:
+        layers = np.array(place.order)
+    has_row = (rows >= 0) & (rows < len(ids_RLK))
+    has_row[has_row] = rollout.routed_rows[rows[has_row]]
+    has_layer = (layers >= 0) & (layers < ids_RLK.shape[1])
+    ids[np.ix_(has_row, has_layer)] = ids_RLK[np.ix_(rows[has_row], layers[has_layer])]
+    return ids, has_row[:, None] & has_layer[None, :]
 
 
 def is_distinct(ids: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -202,10 +191,8 @@ def layer_order(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place) ->
         return None
     agreement = np.zeros((min(widths), num_layers))
     for recorded in range(min(widths)):
-        compared = compare(
-            rollouts, own, replace(place, layer=0, order=(recorded,) * num_layers), max_rows=MAX_ROWS // 8
-        )
-        agreement[recorded] = np.nan_to_num(np.nanmean(np.where(compared.there_nL, compared.agreement(), 0.0), axis=0))
+        everywhere = replace(place, layer=0, order=(recorded,) * num_layers)
+        agreement[recorded] = compare(rollouts, own, everywhere, max_rows=MAX_ROWS // 8).by_layer()
     order = np.full(num_layers, -1)
     for flat in np.argsort(-agreement, axis=None, kind="stable"):
         recorded, layer = divmod(int(flat), num_layers)
@@ -255,7 +242,7 @@ def apply_routes(
     *,
     mappings: Mapping[int, NDArray[np.int32]],
     dead: Sequence[int],
-    own_rows: NDArray[np.bool_] | None = None,
+    own_rows: NDArray[np.bool_],
 ) -> DumpedRollout:
     """Moves and renumbers the record of a rollout. Ids are -1 if nothing sound is recorded for a row and layer.
 
@@ -271,8 +258,7 @@ def apply_routes(
         ids[known, layer] = mapping[ids[known, layer]]
     there &= is_distinct(ids)
     there[:, list(dead)] = False
-    if own_rows is not None:
-        there[own_rows] = False
+    there[own_rows] = False
     return replace(rollout, expert_ids=np.where(there[..., None], ids, -1), routed=there.any(1))
 
 

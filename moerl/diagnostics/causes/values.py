@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, Fault, Ground, repairing
-from moerl.diagnostics.causes.gaps import Assumption, Change, Gaps, Plan, Repair
+from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, Fault, Ground, applied, repairing
+from moerl.diagnostics.causes.gaps import Assumption, Gaps, Plan, Repair
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 
@@ -23,22 +22,6 @@ SAME_FACTOR = 0.03
 """A factor within this of 1 is no other temperature."""
 TOP_PS = (0.7, 0.8, 0.9, 0.95, 0.98)
 """Values of top-p that are tried for sets that the dump does not list."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
-    """A fault that may be there."""
-
-    cause: str
-    """Key of `CAUSES`."""
-    title: str
-    """The fault in one line."""
-    change: Change
-    """Takes the fault back in the assumption of a rollout."""
-    may_R: NDArray[np.bool_]
-    """True for the rollouts that the fault can be in."""
-    evidence: tuple[Evidence, ...] = ()
-    """Measurements beyond the gap before and after the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +42,50 @@ class Search:
         """Returns the faults of distributions: temperatures and kept sets that are not as the dump says."""
         return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)])
 
-    def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Candidate]]) -> list[Fault]:
+    def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Fault]]) -> list[Fault]:
+        """Returns the faults that are there. candidates: those that may be, under a plan, with evidence beyond the
+        gap before and after their change."""
         now, found = list(start), list[Fault]()
         while True:
             fitting: list[tuple[float, Fault, list[Assumption]]] = []
             for candidate in candidates(now):
-                may_R = candidate.may_R.copy()
+                may_R = candidate.of_R.copy()
                 for fault in found:
                     may_R &= ~fault.of_R if fault.cause == candidate.cause else True
-                of_R = self._helped(now, candidate.change, may_R)
+                of_R = self.ground.helped(now, applied(now, candidate.change, may_R), may_R) if may_R.any() else may_R
                 if of_R.any():
-                    after = _changed(now, candidate.change, of_R)
+                    after = applied(now, candidate.change, of_R)
                     evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))
-                    fault = Fault(candidate.cause, candidate.title, evidence, candidate.change, of_R)
+                    fault = replace(candidate, evidence=evidence, of_R=of_R)
                     fitting.append((self.ground.closed(now, after), fault, after))
             if not fitting:
                 return found
             _, fault, now = max(fitting, key=lambda each: each[0])
             found.append(fault)
 
-    def _helped(self, now: Plan, change: Change, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return self.ground.helped(now, _changed(now, change, may_R), may_R) if may_R.any() else may_R
-
-    def _tokens(self, now: Plan) -> Iterator[Candidate]:
+    def _tokens(self, now: Plan) -> Iterator[Fault]:
         for repair, title in self.edits:
             tried = np.array([any(each.name == repair.name for each in assumption.repairs) for assumption in now])
-            yield Candidate("template", title, repairing(repair), ~tried)
+            yield Fault("template", title, (), repairing(repair), ~tried)
 
-    def _logprobs(self) -> Iterator[Candidate]:
+    def _logprobs(self) -> Iterator[Fault]:
         # A single token would have no log-prob left after the shift.
         has_two = np.array([rollout.num_sampled > 1 for rollout in self.ground.rollouts])
         for shift in (1, -1):
             title = f"log-probs are those of the token {'before' if shift > 0 else 'after'}"
             repair = Repair(f"log-probs {shift:+d}", partial(with_logprobs_of, shift=shift), "log-probs")
-            yield Candidate("logprob_shift", title, repairing(repair), has_two)
+            yield Fault("logprob_shift", title, (), repairing(repair), has_two)
         zero = [rollout.sampled & (rollout.rollout_logprobs == 0) for rollout in self.ground.rollouts]
         has_R = np.array([tokens.any() for tokens in zero])
         share = sum(int(tokens.sum()) for tokens in zero) / max(1, int(self.ground.gaps.starts[-1]))
-        yield Candidate(
-            "no_logprobs",
-            "tokens with log-prob 0 are not what the model expects: nobody sampled them, or their log-probs are lost",
-            repairing(Repair("log-probs of 0 are none", without_zeros, "log-probs")),
-            has_R,
-            (Evidence("sampled tokens with log-prob 0", f"{share:.1%}"),),
+        title = (
+            "tokens with log-prob 0 are not what the model expects: nobody sampled them, or their log-probs are lost"
         )
+        seen = Evidence("sampled tokens with log-prob 0", f"{share:.1%}")
+        repair = Repair("log-probs of 0 are none", without_zeros, "log-probs")
+        yield Fault("no_logprobs", title, (seen,), repairing(repair), has_R)
 
-    def _weights(self, now: Plan) -> Iterator[Candidate]:
+    def _weights(self, now: Plan) -> Iterator[Fault]:
         gaps = self.ground.gaps
         if len(gaps.scorers) < 2:
             return
@@ -112,9 +93,9 @@ class Search:
         unset = np.array([assumption.weights is None for assumption in now])
         for number, scorer in enumerate(gaps.scorers):
             title = f"the engine sampled with the weights of {scorer.name}, not with those that the dump says"
-            yield Candidate("stale_weights", title, partial(_with, weights=number), unset & (said != number))
+            yield Fault("stale_weights", title, (), partial(replace, weights=number), unset & (said != number))
 
-    def _temperature(self, now: Plan) -> Iterator[Candidate]:
+    def _temperature(self, now: Plan) -> Iterator[Fault]:
         unset = np.array([assumption.factor == 1.0 for assumption in now])
         if not unset.any():
             return
@@ -140,27 +121,19 @@ class Search:
         title = f"tokens were drawn at temperature {median * factor:.2f}, and {median:g} is said or assumed"
         if abs(median * factor - 1.0) <= SAME_FACTOR:
             title = f"log-probs are those before the temperature of {median:g} was applied"
-        yield Candidate("temperature", title, partial(_with, factor=factor), unset, (seen,))
+        yield Fault("temperature", title, (seen,), partial(replace, factor=factor), unset)
 
-    def _supports(self, now: Plan) -> Iterator[Candidate]:
+    def _supports(self, now: Plan) -> Iterator[Fault]:
         has_sets = np.array([rollout.kept is not None for rollout in self.ground.rollouts])
         is_listed = np.array([assumption.kept == "listed" for assumption in now])
         title = "log-probs are over the full vocabulary, though kept sets are listed"
-        yield Candidate("full_logprobs", title, partial(_with, kept="full"), has_sets & is_listed)
+        yield Fault("full_logprobs", title, (), partial(replace, kept="full"), has_sets & is_listed)
         if not self.ground.gaps.scorers[0].offers_top_ps:
             return
         bare = ~has_sets & np.array([assumption.kept == "full" for assumption in now])
         for top_p in TOP_PS if bare.any() else ():
             title = f"tokens were drawn with a filter such as top-p {top_p:g}, and the dump has no kept sets"
-            yield Candidate("hidden_masks", title, partial(_with, kept=top_p), bare)
-
-
-def _changed(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
-    return [change(each) if has else each for each, has in zip(plan, of_R, strict=True)]
-
-
-def _with(assumption: Assumption, **changes: object) -> Assumption:
-    return replace(assumption, **changes)  # pyright: ignore[reportArgumentType]
+            yield Fault("hidden_masks", title, (), partial(replace, kept=top_p), bare)
 
 
 def with_logprobs_of(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:

@@ -8,6 +8,7 @@ routing, L = layers, K = experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
         says_temperature=parts.temperatures is not None,
         says_top_p=parts.top_ps is not None,
         finish_reason=parts.finish_reason if isinstance(parts.finish_reason, str) else "",
-        rewards={name: value for name, value in map(_reward, parts.rewards.items()) if value is not None},
+        rewards=_rewards(parts.rewards),
         kept_logmass=None
         if parts.kept_logmass is None
         else window.logprobs(parts.kept_logmass, "log-masses of kept sets", sampled),
@@ -131,9 +132,7 @@ def _recorded(
     if parts.expert_ids is None:
         return None, None
     found = select_layers(parts.expert_ids, moe_layers)
-    routed: NDArray[np.bool_] = np.ones(len(found), np.bool_)
-    if found.size:
-        routed = np.asarray((found >= 0).any(axis=(1, 2)))
+    routed = np.asarray((found >= 0).any(axis=(1, 2))) if found.size else np.ones(len(found), np.bool_)
     found = _no_negatives(np.where(routed[:, None, None], found, 0))
     if parts.first_row:
         if (parts.first_row + len(found)) * found.shape[1] * found.shape[2] > MAX_IDS:
@@ -250,11 +249,10 @@ def spread_turns(values: Sequence[int], sampled: NDArray[np.bool_]) -> NDArray[n
     return out
 
 
-def _reward(item: tuple[str, object]) -> tuple[str, float | None]:
-    """Returns a reward by name; None instead of a value that is no finite number: training reports it as missing,
-    diagnoses read no rewards."""
-    name, value = item
-    try:
-        return name, number(value, f"reward {name!r}")
-    except RowError:
-        return name, None
+def _rewards(named: Mapping[str, object]) -> dict[str, float]:
+    """Returns the rewards that are finite numbers: training reports others as missing, diagnoses read no rewards."""
+    found: dict[str, float] = {}
+    for name, value in named.items():
+        with suppress(RowError):
+            found[name] = number(value, f"reward {name!r}")
+    return found

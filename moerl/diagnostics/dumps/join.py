@@ -25,7 +25,7 @@ TRAINER_ELSEWHERE = (slime.TRAINER_ELSEWHERE, prime_rl.TRAINER_ELSEWHERE)
 class _Side:
     """Dump of the trainer's side. format: its name. name: for people. rollouts: format of the dumps that it belongs to,
     empty if any. elsewhere: their note, which is dropped when it is joined. expected, remedy: for files that do not
-    fit."""
+    fit. needed, instead: the same for files without log-probs of the trainer."""
 
     format: str
     name: str
@@ -33,6 +33,8 @@ class _Side:
     elsewhere: str
     expected: str
     remedy: str
+    needed: str
+    instead: str
 
 
 _SIDES = (
@@ -43,6 +45,8 @@ _SIDES = (
         slime.TRAINER_ELSEWHERE,
         "samples with the same tokens, loss mask and log-probs of the engine",
         "name the two files that one run wrote with the same rollout_id, or one of them alone",
+        "log_probs of the samples, which slime and miles compute before the update",
+        "name the train data of the last pipeline stage, or the dump of rollouts alone",
     ),
     _Side(
         prime_rl.EXPORT,
@@ -51,6 +55,8 @@ _SIDES = (
         prime_rl.TRAINER_ELSEWHERE,
         "sequences with the same tokens and log-probs of the engine",
         "name the traces and the token exports of the same steps of one run, or one of them alone",
+        "sequences with trainer_logprobs",
+        "name the traces alone",
     ),
 )
 
@@ -104,7 +110,10 @@ def _with_side(dumps: list[Dump], side: _Side) -> list[Dump]:
         first.unusable.add_all(train.unusable, f"{side.name}: ")
     known.check(first)
     for place in places:
-        others[place] = _with_trainer(others[place], known, place == places[-1])
+        dump = others[place]
+        notes = [note for note in dump.notes if note != side.elsewhere]
+        rollouts = _matched(dump, known, notes, place == places[-1])
+        others[place] = Dump(f"{dump.format}, with {side.format}", rollouts, dump.unusable, notes)
     return others
 
 
@@ -149,12 +158,8 @@ class _Known:
             raise ConfigError(
                 f"DUMP: {name} without log-probs of the trainer",
                 seen=f"{self.num_samples} samples without log_probs" + (f"; {reasons}" if reasons else ""),
-                expected="log_probs of the samples, which slime and miles compute before the update"
-                if self.side.format == slime.TRAIN
-                else "sequences with trainer_logprobs",
-                remedy="name the train data of the last pipeline stage, or the dump of rollouts alone"
-                if self.side.format == slime.TRAIN
-                else "name the traces alone",
+                expected=self.side.needed,
+                remedy=self.side.instead,
             )
 
     def find(self, rollout: DumpedRollout) -> _Sample | None:
@@ -188,7 +193,9 @@ class _Known:
         )
 
     def _key(self, rollout: DumpedRollout) -> bytes:
-        return tokens_key(rollout if self.side.format == slime.TRAIN else replace(rollout, sampled=_NOTHING))
+        # Token exports have other sampled tokens than traces.
+        is_alike = self.side.format == slime.TRAIN
+        return tokens_key(rollout if is_alike else replace(rollout, sampled=np.zeros(0, np.bool_)))
 
     def _fits(self, sample: _Sample, rollout: DumpedRollout) -> bool:
         if self.side.format == slime.TRAIN:
@@ -202,15 +209,6 @@ class _Known:
         said = [str(step) for step in sorted(steps) if step >= 0]
         more = f" and {len(said) - _MAX_STEPS_SAID} more" if len(said) > _MAX_STEPS_SAID else ""
         return f"{word} {', '.join(said[:_MAX_STEPS_SAID])}{more}" if said else f"no {word}"
-
-
-_NOTHING: NDArray[np.bool_] = np.zeros(0, np.bool_)
-
-
-def _with_trainer(dump: Dump, known: _Known, is_last: bool) -> Dump:
-    notes = [note for note in dump.notes if note != known.side.elsewhere]
-    rollouts = _matched(dump, known, notes, is_last)
-    return Dump(f"{dump.format}, with {known.side.format}", rollouts, dump.unusable, notes)
 
 
 def _matched(dump: Dump, known: _Known, notes: list[str], is_last: bool) -> Iterator[DumpedRollout]:

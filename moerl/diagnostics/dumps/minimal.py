@@ -65,12 +65,17 @@ COLUMNS: dict[str, pa.DataType] = {
 """Every column, as `write_minimal` writes it. Readers take other widths of numbers too, and temperatures, top_ps and
 versions as one number."""
 
+_BY_TOKEN = (
+    *("token_ids", "sampled", "rollout_logprobs", "temperatures", "top_ps", "policy_versions", "turns"),
+    *("routed", "kept_logmass", "prefix_versions"),
+)
+_LABELS = ("group", "engine", "prompt", "response")
 _GROUP_VALUES = 1 << 24
 
 
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     with open_regular(file) as stream:
-        binary = stream.read(4) == b"PAR1"
+        binary = stream.read(4) == parquet.MAGIC
     found = parquet.rows(file, COLUMNS) if binary else jsonl.rows(file, reading.unusable)
     for where, row in found:
         yield from reading.take(where, lambda row=row, where=where: _parts(row, where))
@@ -97,8 +102,8 @@ def write_minimal(path: Path | str, rollouts: Iterable[DumpedRollout]) -> None:
         if path.suffix == ".jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
                 for rollout in rollouts:
-                    row = {name: _plain(value) for name, value in _row(rollout).items() if value is not None}
-                    stream.write(json.dumps(row) + "\n")
+                    row = {name: value for name, value in _row(rollout).items() if value is not None}
+                    stream.write(json.dumps(row, default=np.ndarray.tolist) + "\n")
         else:
             _write_parquet(temporary, rollouts)
 
@@ -129,9 +134,7 @@ def _row(rollout: DumpedRollout) -> dict[str, Any]:
             remedy="name the scorer so",
         )
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    same = ("name", "group", "engine", "step", "prompt", "response", "token_ids", "sampled", "rollout_logprobs")
-    more = ("temperatures", "top_ps", "policy_versions", "turns", "routed", "prefix_versions", "kept_logmass")
-    row |= {name: getattr(rollout, name) for name in same + more}
+    row |= {name: getattr(rollout, name) for name in ("name", "step", *_LABELS, *_BY_TOKEN)}
     row |= {"reward": rollout.rewards.get("reward"), "finish_reason": rollout.finish_reason or None}
     row |= {SCORER_COLUMNS[scorer]: values for scorer, values in rollout.trainer_logprobs.items()}
     for prefix, ids in (("", rollout.expert_ids), ("trainer_", rollout.trainer_expert_ids)):
@@ -143,30 +146,18 @@ def _row(rollout: DumpedRollout) -> dict[str, Any]:
     return row
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
 def _parts(row: Mapping[str, Any], where: str) -> Parts:
     step = row.get("step")
     trainer = {scorer: row[column] for scorer, column in SCORER_COLUMNS.items() if row.get(column) is not None}
     offsets, ids = row.get("kept_offsets"), row.get("kept_ids")
     if (offsets is None) != (ids is None):
         raise RowError("kept sets: offsets or ids are missing", "one of kept_offsets and kept_ids")
+    by_token: dict[str, Any] = {name: row.get(name) for name in _BY_TOKEN}
     return Parts(
         name=text(row.get("name"), "name") or where,
-        token_ids=row.get("token_ids"),
-        rollout_logprobs=row.get("rollout_logprobs"),
         num_response=row.get("response_length"),
-        sampled=row.get("sampled"),
-        temperatures=row.get("temperatures"),
-        top_ps=row.get("top_ps"),
-        policy_versions=row.get("policy_versions"),
-        turns=row.get("turns"),
         expert_ids=_routes(row, "expert_ids", ("num_layers", "experts_per_token")),
-        routed=row.get("routed"),
         kept=None if offsets is None else (offsets, ids),
-        prefix_versions=row.get("prefix_versions"),
         trainer_logprobs=trainer,
         trainer_expert_ids=_routes(
             row,
@@ -174,11 +165,11 @@ def _parts(row: Mapping[str, Any], where: str) -> Parts:
             ("trainer_num_layers", "trainer_experts_per_token"),
             ("num_layers", "experts_per_token"),
         ),
-        labels={name: row.get(name) for name in ("group", "engine", "prompt", "response")},
+        labels={name: row.get(name) for name in _LABELS},
         finish_reason=row.get("finish_reason"),
         step=-1 if step is None else integer(step, "step", least=-1),
         rewards={"reward": row.get("reward")},
-        kept_logmass=row.get("kept_logmass"),
+        **by_token,
     )
 
 

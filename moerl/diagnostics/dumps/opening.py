@@ -140,14 +140,17 @@ def _kind_without_torch(file: Path) -> str:
 
 
 def _is_zip(file: Path) -> bool:
-    with open_regular(file) as stream:
-        return stream.read(4) == _ZIP
+    return _start(file).startswith(_ZIP)
 
 
 def _is_ours(file: Path) -> bool:
+    return _start(file).startswith(parquet.MAGIC) and VERSION_KEY in parquet.footer_of(file).metadata
+
+
+def _start(file: Path) -> bytes:
+    """Returns the first bytes of a file."""
     with open_regular(file) as stream:
-        start = stream.read(4)
-    return start == b"PAR1" and VERSION_KEY in parquet.footer_of(file).metadata
+        return stream.read(4096)
 
 
 def _several(path: Path, sets: Sequence[_Opened]) -> ConfigError:
@@ -203,9 +206,8 @@ def _other_format(file: Path, seen: str, name: str, first: Path) -> ConfigError:
 
 
 def _format(file: Path, load: slime.TorchFile | None) -> Format:
-    with open_regular(file) as stream:
-        start = stream.read(4096)
-    if start.startswith(b"PAR1"):
+    start = _start(file)
+    if start.startswith(parquet.MAGIC):
         return _parquet(file)
     if start.startswith(_ZIP):
         return _zip(file, load)

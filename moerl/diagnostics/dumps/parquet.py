@@ -13,6 +13,9 @@ from moerl.contract import parquet
 from moerl.contract.footers import Footer
 from moerl.errors import ConfigError
 
+MAGIC = b"PAR1"
+"""First bytes of a file."""
+
 _ROWS = 1024
 """Rows that are read at a time if only a few columns are read."""
 

@@ -115,5 +115,4 @@ def _routes(rollout: DumpedRollout, spec: ModelSpec) -> dict[str, NDArray[Any]]:
         raise ContractError(
             Reason.EXPERT_ID_OUT_OF_RANGE, field="expert_ids", seen=largest, expected=f"below {spec.num_experts}"
         )
-    routed = np.ones(len(found), np.bool_) if rollout.routed is None else rollout.routed
-    return {"expert_ids": found.astype(spec.expert_dtype), "routed": routed}
+    return {"expert_ids": found.astype(spec.expert_dtype), "routed": rollout.routed_rows}

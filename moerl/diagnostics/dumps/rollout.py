@@ -83,6 +83,12 @@ class DumpedRollout:
         return int(self.sampled.sum())
 
     @property
+    def routed_rows(self) -> NDArray[np.bool_]:
+        """`routed`, of each row of `expert_ids`, which must be there."""
+        assert self.expert_ids is not None
+        return np.ones(len(self.expert_ids), np.bool_) if self.routed is None else self.routed
+
+    @property
     def num_prompt(self) -> int:
         """Tokens before the first sampled one."""
         return int(self.sampled.argmax())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.config.schema import QuarantineConfig, RLConfig
@@ -75,15 +76,14 @@ class Survey:
                 expected="the group of each rollout: advantages compare the responses to one prompt",
                 remedy="write the minimal schema with its column `group`; see docs/dump_formats.md",
             )
-        last = self.groups[-1] if self.groups else None
-        if last is not None and (last.step, last.name) == (step, group):
+        last = self.groups[-1] if self.groups else DumpedGroup(step, "", 0)
+        if (last.step, last.name) == (step, group):
             self.groups[-1] = DumpedGroup(step, group, last.size + 1)
             return
-        if last is not None and (last.step < 0) != (step < 0):
-            raise _out_of_order(
-                f"step {step} behind step {last.step}, -1: none", "a step for each rollout, or for none"
-            )
-        if last is not None and last.step > step:
+        if (last.step < 0) != (step < 0):
+            seen = f"step {step} behind step {last.step}, -1: none"
+            raise _out_of_order(seen, "a step for each rollout, or for none")
+        if last.step > step:
             raise _out_of_order(f"step {step} behind step {last.step}", "steps in ascending order")
         self.groups.append(DumpedGroup(step, group, 1))
 
@@ -99,9 +99,8 @@ class Survey:
         seen: set[tuple[int, str]] = set()
         for group in self.groups:
             if (group.step, group.name) in seen:
-                raise _out_of_order(
-                    f"group {group.name!r} in several places", "the rollouts of a group one behind another"
-                )
+                where = f"group {group.name!r} in several places"
+                raise _out_of_order(where, "the rollouts of a group one behind another")
             seen.add((group.step, group.name))
 
 
@@ -166,10 +165,9 @@ def batches(survey: Survey, per_step: int) -> list[list[DumpedGroup]]:
     for index, group in enumerate(survey.groups):
         by_step.setdefault(group.step if group.step >= 0 else index // per_step, []).append(group)
     has_steps, found = survey.groups[0].step >= 0, list(by_step.values())
+    if not has_steps and len(found) > 1 and len(found[-1]) < per_step:
+        del found[-1]
     wrong = next((groups for groups in found if len(groups) != per_step), None)
-    if wrong is not None and not has_steps:
-        wrong = None if len(found) > 1 else wrong
-        found = [groups for groups in found if len(groups) == per_step]
     if wrong is not None:
         raise ConfigError(
             "rl.prompts_per_step: the dump has another number of groups in a step",
@@ -258,17 +256,10 @@ def _scores(file: Path) -> frozenset[str]:
     return frozenset(name.removeprefix(SCORE) for name in columns_of(file) if name.startswith(SCORE))
 
 
-def _spec(file: Path, values: Sequence[object]) -> ModelSpec:
-    layers, chosen, experts, vocabulary, fingerprint = values
-    if not (
-        isinstance(layers, int)
-        and isinstance(chosen, int)
-        and isinstance(experts, int)
-        and isinstance(vocabulary, int)
-        and isinstance(fingerprint, str)
-    ):
+def _spec(file: Path, values: Sequence[Any]) -> ModelSpec:
+    if [type(value) for value in values] != [int, int, int, int, str]:
         raise damaged(file, f"a model of {values}")
-    return ModelSpec(layers, chosen, experts, vocabulary, fingerprint)
+    return ModelSpec(*values)
 
 
 def _sizes(spec: ModelSpec) -> tuple[int, int, int]:

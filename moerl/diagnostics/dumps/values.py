@@ -51,17 +51,7 @@ def shown(value: object) -> str:
 
 def ints(value: object, name: str, *, most: int = MAX_TOKENS, least: int = 0) -> NDArray[np.int32]:
     """Returns int32 [n] of a list or array of integers in [least, 2^31). Raises `RowError`."""
-    array = _one_dimension(value, name, most)
-    if isinstance(array, list):
-        if not set(map(type, array)) <= {int}:
-            raise RowError(f"{name}: not all are integers", value)
-        try:
-            array = np.array(array, np.int64)
-        except OverflowError as error:
-            raise RowError(f"{name}: an integer is too large", value) from error
-    elif array.dtype.kind not in "iu":
-        raise RowError(f"{name}: not all are integers", value)
-    return in_range(array, name, least)
+    return in_range(_array(value, name, most, "integer", "iu", np.int64), name, least)
 
 
 def in_range(array: NDArray[Any], name: str, least: int = 0) -> NDArray[np.int32]:
@@ -76,16 +66,7 @@ def in_range(array: NDArray[Any], name: str, least: int = 0) -> NDArray[np.int32
 
 def floats(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.float32]:
     """Returns float32 [n] of a list or array of numbers, not finite ones too. Raises `RowError`."""
-    array = _one_dimension(value, name, most)
-    if isinstance(array, list):
-        if not set(map(type, array)) <= {int, float}:
-            raise RowError(f"{name}: not all are numbers", value)
-        try:
-            array = np.array(array, np.float64)
-        except OverflowError as error:
-            raise RowError(f"{name}: a number is too large", value) from error
-    elif array.dtype.kind not in "fiu":
-        raise RowError(f"{name}: not all are numbers", value)
+    array = _array(value, name, most, "number", "fiu", np.float64)
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
 
@@ -94,14 +75,12 @@ def flags(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.boo
     """Returns bool [n] of a list or array of booleans, or of numbers that are 0 or 1. Raises `RowError`."""
     array = _one_dimension(value, name, most)
     if isinstance(array, list):
-        if not set(map(type, array)) <= {bool, int, float}:
-            raise RowError(f"{name}: not all are 0 or 1", value)
-        array = np.array([each if each in (0, 1) else 2 for each in array], np.int8)
-    elif array.dtype.kind not in "biuf":
+        is_sound = set(map(type, array)) <= {bool, int, float} and all(each in (0, 1) for each in array)
+    else:
+        is_sound = array.dtype.kind in "biuf" and bool(np.isin(array, (0, 1)).all())
+    if not is_sound:
         raise RowError(f"{name}: not all are 0 or 1", value)
-    if not np.isin(array, (0, 1)).all():
-        raise RowError(f"{name}: not all are 0 or 1", value)
-    return array.astype(np.bool_)
+    return np.array(array, np.bool_)
 
 
 def routes(value: object, name: str) -> NDArray[np.int32]:
@@ -129,14 +108,18 @@ def flat_routes(value: object, name: str, num_layers: int, experts_per_token: in
 def integer(value: object, name: str, *, least: int = 0) -> int:
     """Returns one integer in [least, 2^31); 3.0 is one: pandas writes it so if another is missing. Raises
     `RowError`."""
-    if isinstance(value, np.integer) or (
-        isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
-    ):
-        value = int(value)
+    value = _plain(value, "iu")
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int or not least <= value <= MAX_INT:
         raise RowError(f"{name}: not an integer in range", value)
+    return value
+
+
+def _plain(value: object, kinds: str) -> object:
+    """Returns the Python value of a number of numpy's whose dtype is of these kinds, and all else as it is."""
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 and value.dtype.kind in kinds:
+        return value.item()
     return value
 
 
@@ -145,10 +128,7 @@ _LARGEST = float(np.finfo(np.float32).max)  # compares with integers of any size
 
 def number(value: object, name: str) -> float:
     """Returns one finite number. Raises `RowError`."""
-    if isinstance(value, np.number) or (
-        isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "fiu"
-    ):
-        value = value.item()
+    value = _plain(value, "fiu")
     if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # pyright: ignore[reportArgumentType]
         raise RowError(f"{name}: not a finite number", value)
     return float(value)  # pyright: ignore[reportArgumentType]
@@ -165,6 +145,22 @@ def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"{name}: not a text", value)
     return value
+
+
+def _array(value: object, name: str, most: int, what: str, kinds: str, dtype: type[np.generic]) -> NDArray[Any]:
+    """Returns a list of plain numbers as this dtype, or an array whose dtype is of these kinds as it is. what: one of
+    the numbers, "integer" or "number"."""
+    array = _one_dimension(value, name, most)
+    if isinstance(array, list):
+        is_sound = set(map(type, array)) <= ({int} if what == "integer" else {int, float})
+    else:
+        is_sound = array.dtype.kind in kinds
+    if not is_sound:
+        raise RowError(f"{name}: not all are {what}s", value)
+    try:
+        return np.array(array, dtype) if isinstance(array, list) else array
+    except OverflowError as error:
+        raise RowError(f"{name}: {'an' if what == 'integer' else 'a'} {what} is too large", value) from error
 
 
 def _one_dimension(value: object, name: str, most: int) -> list[Any] | NDArray[Any]:

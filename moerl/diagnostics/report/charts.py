@@ -85,6 +85,8 @@ class Choice:
     """Rows, block by block: for each key a list of values, or one value that all rows of the block have."""
     columns: tuple[Column, ...]
     """Columns of the table of its rows."""
+    group: str = ""
+    """Heading of neighbours in the list of choices; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,6 @@ class Chart:
     """At least one; the first is shown until another is chosen."""
     ask: str = ""
     """Label of the list of choices ("metric"), which is shown for several choices only."""
-    groups: tuple[str, ...] = ()
-    """Heading of each choice in the list; empty: no headings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,28 @@ def band_of(share: float) -> str:
     return HEAT_BANDS[bisect.bisect_left(HEAT_STEPS, share)]
 
 
+def tooltip(*shown: tuple[str, ...]) -> list[dict[str, str]]:
+    """Returns a tooltip. shown: of each line the field, its title and, of some, its format."""
+    return [dict(zip(("field", "title", "format"), each, strict=False)) for each in shown]
+
+
+def steps_axis(title: str) -> dict[str, Any]:
+    """Returns the horizontal axis of whole numbers; rows: x."""
+    axis = {"tickMinStep": 1, "grid": False}
+    return {"field": "x", "type": "quantitative", "title": title, "axis": axis, "scale": {"zero": False, "nice": False}}
+
+
+def points_of(most: int) -> dict[str, Any] | bool:
+    """Returns the marks of the points of curves, of which the longest has so many; False for no marks."""
+    return {"size": 28, "filled": True} if most <= 60 else False
+
+
+def series_colors(colors: Mapping[str, str], legend: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the colours of series, with a legend. colors: by series, in order."""
+    scale = {"domain": [*colors], "range": [*colors.values()]}
+    return {"field": "series", "type": "nominal", "scale": scale, "legend": legend}
+
+
 def lines(
     curves: Sequence[Curve], style: LineStyle, limit: int = MAX_POINTS
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
@@ -162,38 +184,25 @@ def lines(
     )
     domain = [curve.name for curve in curves]
     # The same legend for both, or Vega-Lite complains that they conflict.
-    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}}
+    legend = None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}
     dashes = [_DASHES[number % len(_DASHES)] for number in range(len(domain))]
-    dash = {"field": "series", "type": "nominal", "scale": {"domain": domain, "range": dashes}}
+    dash = {"field": "series", "type": "nominal", "scale": {"domain": domain, "range": dashes}, "legend": legend}
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "title": style.x_title, "axis": {"tickMinStep": 1, "grid": False}}
-        | {"scale": {"zero": False, "nice": False}},
+        "x": steps_axis(style.x_title),
         "y": {"field": "y", "type": "quantitative", "title": style.y_title, "axis": y_axis}
         | {"scale": {"type": "log"} if is_log else {"zero": from_zero}},
-        "color": _color(domain, [curve.color for curve in curves]) | legend,
-        "strokeDash": dash | legend,
-        "tooltip": [
-            {"field": "x", "title": style.x_title},
-            {"field": "y", "title": "value", "format": ".4~%" if style.percent else ".4~g"},
-            {"field": "series", "title": "curve"},
-        ],
+        "color": series_colors({curve.name: curve.color for curve in curves}, legend),
+        "strokeDash": dash,
+        "tooltip": tooltip(
+            ("x", style.x_title), ("y", "value", ".4~%" if style.percent else ".4~g"), ("series", "curve")
+        ),
     }
-    point = {"size": 28, "filled": True} if max(len(xs) for _, xs, _ in parts) <= 60 else False
-    spec = {
-        "width": "container",
-        "height": style.height,
-        "mark": {"type": "line", "point": point},
-        "encoding": encoding,
-    }
-    blocks = tuple({"series": name, "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
-    return spec, blocks
+    mark = {"type": "line", "point": points_of(max(len(xs) for _, xs, _ in parts))}
+    spec = {"width": "container", "height": style.height, "mark": mark, "encoding": encoding}
+    return spec, tuple({"series": name, "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
 
 
-_DASHES = [[1, 0], [6, 3], [2, 2], [9, 3, 2, 3], [1, 0], [6, 3], [2, 2], [9, 3, 2, 3]]
-
-
-def _color(domain: Sequence[str], colors: Sequence[str]) -> dict[str, Any]:
-    return {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": [*colors]}}
+_DASHES = [[1, 0], [6, 3], [2, 2], [9, 3, 2, 3]]
 
 
 def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
@@ -205,13 +214,29 @@ def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
         "encoding": {
             "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
             "x": {"field": "nats", "type": "quantitative", "title": "mean |d|, nats", "stack": "zero"},
-            "color": _color([*colors], [*colors.values()]) | {"legend": {"title": None, "symbolType": "square"}},
+            "color": series_colors(colors, {"title": None, "symbolType": "square"}),
             "order": {"field": "order", "type": "quantitative"},
-            "tooltip": [
-                {"field": "bar", "title": "gap"},
-                {"field": "series", "title": "part"},
-                {"field": "nats", "title": "nats", "format": ".4~g"},
-            ],
+            "tooltip": tooltip(("bar", "gap"), ("series", "part"), ("nats", "nats", ".4~g")),
+        },
+    }
+
+
+def _column_axis(title: str) -> dict[str, Any]:
+    axis = {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}
+    return {"field": "column", "type": "ordinal", "title": title, "sort": None, "axis": axis}
+
+
+def layer_bars(x_title: str, largest: float) -> dict[str, Any]:
+    """Returns bars of one layer by column; rows: column, share. largest: share of them."""
+    return {
+        "width": "container",
+        "height": 160,
+        "mark": {"type": "bar", "color": HEAT[4]},
+        "encoding": {
+            "x": _column_axis(x_title),
+            "y": {"field": "share", "type": "quantitative", "title": "rows with other experts"}
+            | {"axis": {"format": ".3~%"}, "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01})},
+            "tooltip": tooltip(("column", x_title), ("share", "differing", ".4~%")),
         },
     }
 
@@ -223,18 +248,13 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
         "height": max(120, min(640, 26 * num_layers)),
         "mark": {"type": "rect"},
         "encoding": {
-            "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}},
+            "x": _column_axis(x_title),
             "y": {"field": "layer", "type": "ordinal", "title": "MoE layer", "sort": None}
             | {"axis": {"labelOverlap": "parity"}},
             "color": {"field": "band", "type": "ordinal", "title": "rows with other experts"}
             | {"scale": {"domain": [*HEAT_BANDS], "range": [*HEAT]}}
             | {"legend": {"symbolType": "square", "symbolSize": 180, "columns": {"signal": "width < 560 ? 2 : 7"}}},
-            "tooltip": [
-                {"field": "layer", "title": "MoE layer"},
-                {"field": "column", "title": x_title},
-                {"field": "share", "title": "other experts", "format": ".4~%"},
-            ],
+            "tooltip": tooltip(("layer", "MoE layer"), ("column", x_title), ("share", "other experts", ".4~%")),
         },
         "config": {"scale": {"bandPaddingInner": 0, "bandPaddingOuter": 0}},
     }
@@ -242,7 +262,7 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
 
 def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
     """Returns bars side by side in bins; rows: series, bin, count, share. domain: the series."""
-    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "square"}}
+    legend = None if len(domain) == 1 else {"title": None, "symbolType": "square"}
     return {
         "width": "container",
         "height": 240,
@@ -252,11 +272,9 @@ def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
             | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0}},
             "xOffset": {"field": "series", "type": "nominal", "sort": [*domain]},
             "y": {"field": "share", "type": "quantitative", "title": "share of rows", "axis": {"format": ".3~%"}},
-            "color": _color(domain, [*page_colors(domain).values()]) | legend,
+            "color": series_colors(page_colors(domain), legend),
             "tooltip": [
-                {"field": "series"},
-                {"field": "bin", "title": x_title},
-                {"field": "count", "title": "rows", "format": ","},
+                *tooltip(("series",), ("bin", x_title), ("count", "rows", ",")),
                 {"field": "share", "format": ".3~%"},
             ],
         },
@@ -267,12 +285,11 @@ def ranges(x_title: str, num_rows: int) -> dict[str, Any]:
     """Returns points with intervals by name; rows: name, value, low, high."""
     form = ".3~g"
     y = {"field": "name", "type": "nominal", "title": None, "sort": None}
-    tooltip: list[dict[str, str]] = [{"field": "name"}]
-    tooltip += [{"field": key, "format": form} for key in ("value", "low", "high")]
+    numbers = [{"field": key, "format": form} for key in ("value", "low", "high")]
     return {
         "width": "container",
         "height": 24 * num_rows + 16,
-        "encoding": {"y": y, "tooltip": tooltip},
+        "encoding": {"y": y, "tooltip": [{"field": "name"}, *numbers]},
         "layer": [
             {
                 "mark": {"type": "rule", "strokeWidth": 2, "color": COLORS[0]},

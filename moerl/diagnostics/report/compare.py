@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moerl.diagnostics.report import figures, sections
@@ -11,7 +12,7 @@ from moerl.diagnostics.report.figures import Named
 from moerl.diagnostics.report.page import write_html
 from moerl.diagnostics.report.run_findings import GAP_NOTE, RECENT
 from moerl.diagnostics.report.sections import PageSection, figure
-from moerl.diagnostics.report.words import brief, escaped, percent, table
+from moerl.diagnostics.report.words import brief, escaped, folded, percent, table
 
 RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
 """Largest gap over smallest from which reports differ, if they are so many nats apart, and from which it is a fault, if
@@ -28,7 +29,7 @@ def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
         _verdicts(reports),
         _gaps(reports),
         _scorers(reports),
-        _steps(reports),
+        sections.over_steps(reports),
         _layers(reports),
         sections.definitions(),
     )
@@ -76,26 +77,21 @@ def verdict_of(reports: Sequence[Named]) -> Verdict:
     count = sum(report.verdict.level == worst.verdict.level for _, report in reports)
     which = "all have" if count == len(reports) else f"{worst_name} has" if count == 1 else f"{count} of them have"
     what = "a fault" if worst.verdict.level == "fault" else "a note"
-    return Verdict(
-        worst.verdict.level, f"{verdict.text} But {which} {what}: {worst.verdict.text}", worst.verdict.advice
-    )
+    return replace(worst.verdict, text=f"{verdict.text} But {which} {what}: {worst.verdict.text}")
 
 
 def _difference(reports: Sequence[Named]) -> Verdict:
     gaps = _gaps_of(reports)
     if len(gaps) < 2:
-        return Verdict(
-            "note", "Fewer than two of the reports have a gap to compare.", "Compare runs with mismatch metrics."
-        )
+        text = "Fewer than two of the reports have a gap to compare."
+        return Verdict("note", text, "Compare runs with mismatch metrics.")
     best, worst = (pick(gaps, key=lambda each: each[2][1]) for pick in (min, max))
     low, high = best[2][1], worst[2][1]
     kinds = {found[0] for *_, found in gaps}
     of = f"mean |d| {kinds.pop()}" if len(kinds) == 1 else "mean |d|"
     if high - low < MIN_DIFFERENCE or high < RATIO_NOTE * low:
-        span = f"{brief(low)} to {brief(high)} nats"
-        return Verdict(
-            "good", f"The reports agree: {of} is {span}.", "Nothing: the differences are too small to act on."
-        )
+        text = f"The reports agree: {of} is {brief(low)} to {brief(high)} nats."
+        return Verdict("good", text, "Nothing: the differences are too small to act on.")
     more = f"{high / low:.1f} times" if low > 0.0 else "larger than"
     text = f"The gap of {worst[0]} is {more} that of {best[0]}: {of} is {brief(high)} against {brief(low)} nats"
     part = _most_different(best[1], worst[1], worst[2][0])
@@ -108,14 +104,14 @@ def _difference(reports: Sequence[Named]) -> Verdict:
 def _most_different(best: Report, worst: Report, name: str) -> str:
     """Returns the part of the gap `name` that differs most between two reports, as a clause; empty if it has one
     part."""
-    parts: list[dict[str, float]] = []
-    for report in (best, worst):
-        shares = next((each.shares for each in report.decompositions if each.name == name), ())
-        parts.append({share.label: share.nats.value for share in shares})
-    labels = {*parts[0], *parts[1]}
+    before, after = (
+        {s.label: s.nats.value for each in report.decompositions if each.name == name for s in each.shares}
+        for report in (best, worst)
+    )
+    labels = {*before, *after}
     if len(labels) < 2:
         return ""
-    change = {label: parts[1].get(label, 0.0) - parts[0].get(label, 0.0) for label in sorted(labels)}
+    change = {label: after.get(label, 0.0) - before.get(label, 0.0) for label in sorted(labels)}
     label = max(change, key=lambda each: change[each])
     return f"; most of the difference is in {label}"
 
@@ -135,8 +131,12 @@ def _facts(reports: Sequence[Named]) -> str:
         values = [dict(report.facts).get(key, "-") for _, report in reports]
         cells = [f"<strong>{escaped(value)}</strong>" if len(set(values)) > 1 else escaped(value) for value in values]
         rows.append([escaped(key), *cells])
-    head = ("fact", *(escaped(name) for name, _ in reports))
-    return table(head, rows, "What differs is bold.", texts=len(head)) if rows else ""
+    return table(_head(reports, "fact"), rows, "What differs is bold.", texts=1 + len(reports)) if rows else ""
+
+
+def _head(reports: Sequence[Named], *first: str) -> list[str]:
+    """Returns the headings of a table with a column for each report."""
+    return [*first, *(escaped(name) for name, _ in reports)]
 
 
 def _verdicts(reports: Sequence[Named]) -> PageSection:
@@ -165,13 +165,8 @@ def _scorers(reports: Sequence[Named]) -> PageSection | None:
         for key in dict.fromkeys(key for values in of_each for key in values):
             cells = [sections.scorer_cell(values, key) for values in of_each]
             rows.append([escaped(scorer), escaped(sections.figure_title(key)), *cells])
-    head = ("scorer", "figure", *(escaped(name) for name, _ in reports))
+    head = _head(reports, "scorer", "figure")
     return PageSection("scorers", "Scorers", table(head, rows, texts=2)) if rows else None
-
-
-def _steps(reports: Sequence[Named]) -> PageSection | None:
-    chart = figures.over_steps(reports)
-    return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
 def _layers(reports: Sequence[Named]) -> PageSection | None:
@@ -181,7 +176,5 @@ def _layers(reports: Sequence[Named]) -> PageSection | None:
     layers = sorted({each.layer for _, report in reports for each in report.layers})
     by_report = [{each.layer: percent(each.differing) for each in report.layers} for _, report in reports]
     rows = [[str(layer), *(values.get(layer, "-") for values in by_report)] for layer in layers]
-    head = ("MoE layer", *(escaped(name) for name, _ in reports))
-    caption = "Rows with other experts."
-    body = figure(chart) + f"<details><summary>Table of all layers</summary>{table(head, rows, caption)}</details>"
-    return PageSection("layers", "Layers", body, (chart,))
+    numbers = table(_head(reports, "MoE layer"), rows, "Rows with other experts.")
+    return PageSection("layers", "Layers", figure(chart) + folded("Table of all layers", numbers), (chart,))

@@ -320,8 +320,8 @@ class Report:
     """Version of this schema."""
 
 
-def encode_report(report: Report) -> bytes:
-    """Returns the bytes of `report.json`: indented, every number finite."""
+def encode_report(report: object) -> bytes:
+    """Returns the bytes of `report.json`, or of another report's: indented, every number finite."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moerl.diagnostics.colors import MEANINGS
 from moerl.diagnostics.report.charts import (
-    HEAT,
     MAX_ALL_POINTS,
     MAX_CELLS,
     MAX_COLUMNS,
@@ -22,6 +22,7 @@ from moerl.diagnostics.report.charts import (
     band_of,
     grouped,
     heat,
+    layer_bars,
     lines,
     page_colors,
     ranges,
@@ -29,7 +30,7 @@ from moerl.diagnostics.report.charts import (
     stacked,
 )
 from moerl.diagnostics.report.data import Decomposition, Histogram, LayerMap, Report, Slice
-from moerl.diagnostics.report.definitions import definition_of
+from moerl.diagnostics.report.definitions import title_of
 from moerl.diagnostics.report.thinning import joined_columns
 from moerl.diagnostics.report.words import brief, percent
 from moerl.telemetry.metrics import METRICS, NUM_TURNS, SCORERS, turn_metric
@@ -99,10 +100,10 @@ def _of(name: str, what: str) -> str:
 def over_steps(reports: Sequence[Named]) -> Chart | None:
     """Returns every metric over steps; first those by scorer and, of a single report, by turn."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
-    of_report = _report_colors(reports)
+    # Curves of a single report have meanings.
+    of_report = page_colors(name for name, _ in reports) if len(reports) > 1 else {}
     limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
     choices: list[Choice] = []
-    groups: list[str] = []
     for figure in _BY_SCORER:
         keys = {_TRAINED: f"mismatch/{figure}"} | {how: f"mismatch/{key}/{figure}" for key, how in SCORERS.items()}
         if not any(f"mismatch/{key}/{figure}" in names for key in SCORERS):
@@ -113,20 +114,19 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
             for what, key in keys.items()
             if (curve := _curve(report, key, _of(name, what), of_report.get(name) or _meant(key)))
         ]
-        choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves, limit))
-        groups.append("by scorer")
+        metric = f"mismatch/{figure}"
+        title = f"{title_of(metric, metric)}, by scorer"
+        choices.append(replace(_step_choice(title, metric, curves, limit), group="by scorer"))
     for metric, curves in _by_turn(reports).items():
-        choices.append(_step_choice(f"{metric}, by turn", metric, curves, limit))
-        groups.append("by turn")
+        choices.append(replace(_step_choice(f"{metric}, by turn", metric, curves, limit), group="by turn"))
     for metric in names:
         curves = [
             curve
             for name, report in reports
             if (curve := _curve(report, metric, name or metric, of_report.get(name) or _meant(metric)))
         ]
-        choices.append(_step_choice(metric, metric, curves, limit))
-        groups.append(metric.partition("/")[0])
-    return Chart("steps", tuple(choices), "metric", tuple(groups)) if choices else None
+        choices.append(replace(_step_choice(metric, metric, curves, limit), group=metric.partition("/")[0]))
+    return Chart("steps", tuple(choices), "metric") if choices else None
 
 
 def _by_turn(reports: Sequence[Named]) -> dict[str, list[Curve]]:
@@ -156,11 +156,6 @@ def learning(report: Report) -> Chart | None:
     return Chart("learning", tuple(choices), "figure") if choices else None
 
 
-def _report_colors(reports: Sequence[Named]) -> dict[str, str]:
-    """Returns the colour of each report, by name; none for a single report, because its curves have meanings then."""
-    return page_colors(name for name, _ in reports) if len(reports) > 1 else {}
-
-
 def _meant(metric: str) -> str:
     """Returns the colour of a metric: of its scorer, of sampled responses, or else of values as trained."""
     first, second, *_ = f"{metric}/".split("/")
@@ -170,13 +165,13 @@ def _meant(metric: str) -> str:
 
 
 def _curve(report: Report, metric: str, name: str, color: str) -> Curve | None:
-    points = [(step.step, step.metrics[metric]) for step in report.steps if metric in step.metrics]
-    return Curve(name, [x for x, _ in points], [y for _, y in points], color) if points else None
+    return _through(name, [(step.step, step.metrics.get(metric)) for step in report.steps], color)
 
 
-def _title(metric: str) -> str:
-    known = definition_of(metric)
-    return known.title if known else metric
+def _through(name: str, points: Iterable[tuple[int, float | None]], color: str) -> Curve | None:
+    """Returns the curve through the points that have a value; None without any."""
+    there = [(x, y) for x, y in points if y is not None]
+    return Curve(name, [x for x, _ in there], [y for _, y in there], color) if there else None
 
 
 def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int, *, from_zero: bool = False) -> Choice:
@@ -210,89 +205,59 @@ def _columns(report: Report) -> int:
 
 def _map_choice(each: LayerMap, limit: int) -> Choice:
     drawn = joined_columns(each, limit)
-    columns, differing = drawn.columns, drawn.differing
-    spec = heat(len(differing), each.name)
-    rows = [
-        (layer, column, value)
-        for layer, row in enumerate(differing)
-        for column, value in zip(columns, row, strict=True)
-        if value is not None
-    ]
+    spec = heat(len(drawn.differing), each.name)
+    layers = _rows(drawn)
     blocks = tuple(
-        {"layer": layer, "column": [c for _, c, _ in part], "share": short([v for _, _, v in part])}
-        | {"band": [band_of(v) for _, _, v in part]}
-        for layer, part in ((key, [*group]) for key, group in itertools.groupby(rows, key=lambda row: row[0]))
+        {"layer": layer, "column": names, "share": short(shares), "band": [band_of(share) for share in shares]}
+        for layer, names, shares in layers
     )
-    largest = max(rows, key=lambda row: row[2], default=None)
-    said = f"largest {percent(largest[2])}, layer {largest[0]}, {each.name} {largest[1]}" if largest else "no rows"
-    joined = (
-        f" Columns are means of {len(each.columns):,} in {len(columns)} groups."
-        if len(columns) < len(each.columns)
-        else ""
-    )
+    said = "no rows"
+    if layers:
+        layer, names, shares = max(layers, key=lambda row: max(row[2]))
+        said = f"largest {percent(max(shares))}, layer {layer}, {each.name} {names[shares.index(max(shares))]}"
+    is_joined = len(drawn.columns) < len(each.columns)
+    joined = f" Columns are means of {len(each.columns):,} in {len(drawn.columns)} groups." if is_joined else ""
     caption = f"Share of rows whose experts differ, by MoE layer and {each.name}: {said}.{joined}"
     head = (Column("layer", "MoE layer"), Column("column", each.name, "text"), Column("share", "differing", "percent"))
     return Choice(f"by {each.name}", caption, spec, blocks, head)
 
 
+def _rows(drawn: LayerMap) -> list[tuple[int, list[str], list[float]]]:
+    """Returns the layers that have values, each with the columns of its values."""
+    found: list[tuple[int, list[str], list[float]]] = []
+    for layer, row in enumerate(drawn.differing):
+        there = [(column, value) for column, value in zip(drawn.columns, row, strict=True) if value is not None]
+        if there:
+            found.append((layer, [column for column, _ in there], [value for _, value in there]))
+    return found
+
+
 def single_layers(report: Report) -> Chart | None:
     """Returns each layer of each map as a drawing of its own."""
     choices: list[Choice] = []
-    groups: list[str] = []
     for each in report.maps:
-        drawn = joined_columns(each, _columns(report))
-        columns, differing = drawn.columns, drawn.differing
-        for layer, row in enumerate(differing):
-            points = [(column, value) for column, value in zip(columns, row, strict=True) if value is not None]
-            if not points:
-                continue
-            shares = short([value for _, value in points])
-            spec = _bars_spec(each.name, max(shares))
-            blocks = ({"column": [column for column, _ in points], "share": shares},)
+        for layer, columns, values in _rows(joined_columns(each, _columns(report))):
+            shares = short(values)
+            spec, blocks = layer_bars(each.name, max(shares)), ({"column": columns, "share": shares},)
             mean = percent(sum(shares) / len(shares))
             caption = f"MoE layer {layer}, by {each.name}: mean {mean}, largest {percent(max(shares))} of rows differ."
             head = (Column("column", each.name, "text"), Column("share", "differing", "percent"))
-            choices.append(Choice(f"layer {layer}, by {each.name}", caption, spec, blocks, head))
-            groups.append(f"by {each.name}")
-    return Chart("layer", tuple(choices), "layer", tuple(groups)) if choices else None
-
-
-def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
-    return {
-        "width": "container",
-        "height": 160,
-        "mark": {"type": "bar", "color": HEAT[4]},
-        "encoding": {
-            "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}},
-            "y": {
-                "field": "share",
-                "type": "quantitative",
-                "title": "rows with other experts",
-                "axis": {"format": ".3~%"},
-                "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01}),
-            },
-            "tooltip": [
-                {"field": "column", "title": x_title},
-                {"field": "share", "title": "differing", "format": ".4~%"},
-            ],
-        },
-    }
+            way = f"by {each.name}"
+            choices.append(Choice(f"layer {layer}, {way}", caption, spec, blocks, head, way))
+    return Chart("layer", tuple(choices), "layer") if choices else None
 
 
 def margins(report: Report) -> Chart | None:
     """Returns the score gap of the last chosen expert to the next, by layer, of rows where the choice differs and of
     the others."""
     colors = page_colors(("experts differ", "experts agree"))
-    series = {
-        ("experts differ", "rows where experts differ"): [(each.layer, each.margin_at_flips) for each in report.layers],
-        ("experts agree", "rows where they agree"): [(each.layer, each.margin_elsewhere) for each in report.layers],
-    }
-    curves = [
-        Curve(name, [x for x, y in points if y is not None], [y for _, y in points if y is not None], colors[key])
-        for (key, name), points in series.items()
-        if any(y is not None for _, y in points)
-    ]
+    at_flips = [(each.layer, each.margin_at_flips) for each in report.layers]
+    elsewhere = [(each.layer, each.margin_elsewhere) for each in report.layers]
+    both = (
+        _through("rows where experts differ", at_flips, colors["experts differ"]),
+        _through("rows where they agree", elsewhere, colors["experts agree"]),
+    )
+    curves = [curve for curve in both if curve]
     if not curves:
         return None
     spec, blocks = lines(curves, LineStyle("MoE layer", "score margin", from_zero=True, height=240))

@@ -23,8 +23,10 @@ MAX_STEPS = 400
 """Values of each metric, and columns of the map over steps, that a page can show. The files of the run have all."""
 _LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
 """Metrics that do not concern the mismatch."""
-EVALUATED = {"accuracy/mean": "evaluation/accuracy/mean", "reward/mean": "evaluation/reward/mean"} | {
-    "heldout/accuracy": "heldout/accuracy"
+EVALUATED = {
+    "accuracy/mean": "evaluation/accuracy/mean",
+    "reward/mean": "evaluation/reward/mean",
+    "heldout/accuracy": "heldout/accuracy",
 }
 """Metrics of evaluations, and their names among those of a step."""
 
@@ -63,7 +65,6 @@ def report_of_run(
     trained = [row[f"mismatch/{_GAP}"] for row in rl if f"mismatch/{_GAP}" in row]
     seen = Seen(rl, about.settings, gap, trained, None if table is None else table.get(f"mismatch/{_GAP}"))
     findings = findings_of(seen)
-    quarantined = about.settings.quarantined
     return Report(
         title=about.title,
         subtitle=about.subtitle,
@@ -79,9 +80,10 @@ def report_of_run(
         layers=_layers(layers),
         maps=_maps(layers),
         unusable=tuple(
-            Unread(reason, count, "see RUN_DIR/quarantine") for reason, count in sorted(quarantined.items())
+            Unread(reason, count, "see RUN_DIR/quarantine")
+            for reason, count in sorted(about.settings.quarantined.items())
         ),
-        notes=(*_notes(table), *_few(len(rl))),
+        notes=_notes(table, len(rl)),
     )
 
 
@@ -112,8 +114,7 @@ def as_trained(row: Mapping[str, Any], settings: RunSettings) -> tuple[Decomposi
     routing, masks, _ = _parts(row)
     routing *= settings.routing != "rollout"
     masks *= not settings.masks
-    nats = (routing, masks, total - routing - masks)
-    shares = zip(LABELS.items(), nats, strict=True)
+    shares = zip(LABELS.items(), (routing, masks, total - routing - masks), strict=True)
     parts = tuple(Share(cause, label, certain(part)) for (cause, label), part in shares if part != 0.0)
     return (Decomposition("as trained", certain(float(total)), parts),)
 
@@ -189,24 +190,18 @@ def _maps(layers: Sequence[Mapping[str, Any]]) -> tuple[LayerMap, ...]:
     return (joined_columns(each, MAX_STEPS),)
 
 
-def _few(num_steps: int) -> tuple[str, ...]:
-    if num_steps <= MAX_STEPS:
-        return ()
-    return (
-        f"Of {num_steps:,} steps each metric has at most {MAX_STEPS} here, the smallest and the largest of each"
-        " stretch; metrics.jsonl has all.",
-    )
-
-
-def _notes(table: Mapping[str, Any] | None) -> tuple[str, ...]:
-    if table is None:
-        return (
-            "The run wrote no mismatch table (mismatch.every), so the gap cannot be split into routing and masks.",
-            "Made from metrics alone: routes of single tokens need the rollouts and a model.",
+def _notes(table: Mapping[str, Any] | None, num_steps: int) -> tuple[str, ...]:
+    notes = ["The run wrote no mismatch table (mismatch.every), so the gap cannot be split into routing and masks."]
+    if table is not None:
+        notes = [
+            f"Scorers and parts are those of step {table['step']}, the last with a mismatch table; they have no"
+            " intervals, because metrics are means.",
+            "The gap as trained is measured while updates go on, so with several minibatches it holds their drift.",
+        ]
+    notes.append("Made from metrics alone: routes of single tokens need the rollouts and a model.")
+    if num_steps > MAX_STEPS:
+        notes.append(
+            f"Of {num_steps:,} steps each metric has at most {MAX_STEPS} here, the smallest and the largest of each"
+            " stretch; metrics.jsonl has all."
         )
-    return (
-        f"Scorers and parts are those of step {table['step']}, the last with a mismatch table; they have no intervals,"
-        " because metrics are means.",
-        "The gap as trained is measured while updates go on, so with several minibatches it holds their drift.",
-        "Made from metrics alone: routes of single tokens need the rollouts and a model.",
-    )
+    return tuple(notes)

@@ -17,7 +17,7 @@ import msgspec
 
 from moerl.contract.files import atomic_file
 from moerl.diagnostics.report import sections
-from moerl.diagnostics.report.charts import CONFIG, Chart
+from moerl.diagnostics.report.charts import CONFIG
 from moerl.diagnostics.report.data import Report, Strip, encode_report
 from moerl.diagnostics.report.run_top import headlines, learning, samples
 from moerl.diagnostics.report.sections import PageSection
@@ -43,7 +43,7 @@ def write_page(report: Report, path: Path) -> None:
         sections.gap(report),
         sections.findings(report),
         sections.scorers(report),
-        sections.over_steps(report),
+        sections.over_steps([("", report)]),
         sections.layers(report),
         sections.margins(report),
         sections.swaps(report),
@@ -70,7 +70,7 @@ def write_html(
     Args:
         titles: title and subtitle, text. tops: HTML above the contents, and between them and the sections.
     """
-    charts = {chart.name: _chart_data(chart) for part in parts for chart in part.charts}
+    charts = {chart.name: msgspec.to_builtins(chart.choices) for part in parts for chart in part.charts}
     data = {"config": CONFIG, "charts": charts, "strips": strip_data(strips)}
     with atomic_file(path) as partial:
         partial.write_text(_document(titles, tops, parts, inline_json(data)), encoding="utf-8")
@@ -95,19 +95,6 @@ def _shown(data: Any) -> Any:
         # Long lists hold numbers alone.
         return [_shown(each) for each in data] if any(isinstance(each, str | dict | list) for each in data) else data
     return data
-
-
-def _chart_data(chart: Chart) -> list[dict[str, Any]]:
-    return [
-        {
-            "label": choice.label,
-            "caption": choice.caption,
-            "spec": choice.spec,
-            "blocks": choice.blocks,
-            "columns": [{"key": each.key, "title": each.title, "form": each.form} for each in choice.columns],
-        }
-        for choice in chart.choices
-    ]
 
 
 def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[PageSection], data: str) -> str:

@@ -182,9 +182,7 @@ def _said(value: object) -> str:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
-        return {}
-    loaded = yaml.safe_load(read_text(path))
+    loaded = yaml.safe_load(read_text(path)) if path.exists() else None
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -197,6 +195,5 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _quarantined(path: Path) -> dict[str, int]:
-    if not path.exists():
-        return {}
-    return {str(reason): int(count) for reason, count in read_json(path)["quarantined"].items()}
+    counts = read_json(path)["quarantined"] if path.exists() else {}
+    return {str(reason): int(count) for reason, count in counts.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moerl.diagnostics.report.data import Confidence, Decomposition, Evidence, Finding, Interval, Level, Verdict
+from moerl.diagnostics.report.data import Decomposition, Evidence, Finding, Interval, Level, Verdict
 from moerl.diagnostics.report.words import brief, number, percent
 
 Row = Mapping[str, float]
@@ -95,6 +95,13 @@ def _finding(
     return Finding(cause, level, "certain", title, remedy, certain(nats), share, tuple(evidence))
 
 
+def _left_off(seen: Seen, cause: str, texts: tuple[str, str], evidence: Sequence[Evidence]) -> Finding:
+    """Returns the finding on a guarantee that was not kept: a fault if it would remove a clear part of the gap."""
+    part = seen.part(cause)
+    is_fault = seen.total > 0.0 and part / seen.total >= PART_FAULT and part >= GAP_NOTE / 10
+    return _finding(cause, "fault" if is_fault else "note", texts, evidence, nats=max(0.0, part), total=seen.total)
+
+
 def routing(seen: Seen) -> Finding | None:
     """Tells whether the recorded experts were enforced, and proved."""
     verified, unproved = sum(seen.values("replay/rows_verified")), sum(seen.values("replay/updates_unproved"))
@@ -107,45 +114,36 @@ def routing(seen: Seen) -> Finding | None:
     if seen.gap:
         seen_part = f"{number(part)} nats, {percent(max(0.0, part / seen.total)) if seen.total else '0%'}"
         evidence.append(Evidence("what routing makes of the gap with nothing kept", seen_part))
-    evidence += _agreement(seen)
+    if tokens := seen.values("mismatch/tokens_with_different_experts"):
+        what = "tokens whose experts the trainer would not have chosen, at last"
+        evidence.append(Evidence(what, percent(tokens[-1])))
     if mode == "rollout":
         if unproved:
             texts = ("Some updates were not proved to use the recorded experts", "Set keep_routing.verify=every.")
             return _finding("routing", "note", texts, evidence)
         texts = ("The recorded experts were enforced, and proved before every update", "Nothing to change here.")
         return _finding("routing", "good", texts, evidence)
-    is_fault = seen.total > 0.0 and part / seen.total >= PART_FAULT and part >= GAP_NOTE / 10
     what = "its own experts of the first pass" if mode == "trainer" else "experts of its own in each pass"
     texts = (f"The trainer used {what}, not those of the sampler", "Set keep_routing.mode=rollout.")
-    return _finding("routing", "fault" if is_fault else "note", texts, evidence, nats=max(0.0, part), total=seen.total)
-
-
-def _agreement(seen: Seen) -> list[Evidence]:
-    tokens = seen.values("mismatch/tokens_with_different_experts")
-    return (
-        [Evidence("tokens whose experts the trainer would not have chosen, at last", percent(tokens[-1]))]
-        if tokens
-        else []
-    )
+    return _left_off(seen, "routing", texts, evidence)
 
 
 def masks(seen: Seen) -> Finding | None:
     """Tells whether tokens were scored inside of the sets that they were drawn from."""
-    sizes, part = seen.values("kept/size_mean"), seen.part("masks")
+    sizes = seen.values("kept/size_mean")
     if not sizes:
         return None
     evidence = [Evidence("mean size of a kept set, at last", f"{number(sizes[-1])} ids")]
     if seen.gap:
-        evidence.append(Evidence("what masks make of the gap with nothing kept", f"{number(part)} nats"))
+        evidence.append(Evidence("what masks make of the gap with nothing kept", f"{number(seen.part('masks'))} nats"))
     if seen.settings.masks is not False:
         texts = ("Tokens were scored inside of the sets that they were drawn from", "Nothing to change here.")
         return _finding("masks", "good", texts, evidence)
-    is_fault = seen.total > 0.0 and part / seen.total >= PART_FAULT and part >= GAP_NOTE / 10
     texts = (
         "Tokens were drawn from kept sets, and scored over the full vocabulary",
         "Set keep_sampling_mask.enabled=true, or sample without top-p, top-k and min-p.",
     )
-    return _finding("masks", "fault" if is_fault else "note", texts, evidence, nats=max(0.0, part), total=seen.total)
+    return _left_off(seen, "masks", texts, evidence)
 
 
 def coverage(seen: Seen) -> Finding | None:
@@ -170,9 +168,8 @@ def far_tokens(seen: Seen) -> Finding | None:
     now = float(np.mean(shares[-RECENT:])) if shares else 0.0
     if now <= FAR_SHARE:
         return None
-    evidence = [
-        Evidence(f"F(2), mean of the last {len(shares[-RECENT:])} steps", percent(now), f"at most {percent(FAR_SHARE)}")
-    ]
+    what = f"F(2), mean of the last {len(shares[-RECENT:])} steps"
+    evidence = [Evidence(what, percent(now), f"at most {percent(FAR_SHARE)}")]
     texts = (
         "More than a tenth of the tokens are apart by more than a factor of two",
         "Run `moerl verify` on a dump of rollouts, and see which implementation differs.",
@@ -197,9 +194,8 @@ def remaining(seen: Seen) -> Finding | None:
             "Run `moerl diagnose` on a dump of rollouts, with two versions of the model: it says what age makes of it."
         )
     texts = ("Sampler and trainer are far apart as the run trains", advice)
-    confidence: Confidence = "likely" if level == "fault" else "possible"
     found = _finding("gap", level, texts, evidence, nats=now, total=max(seen.total, now))
-    return Finding(found.cause, level, confidence, found.title, found.remedy, found.nats, found.share, found.evidence)
+    return replace(found, confidence="likely" if level == "fault" else "possible")
 
 
 def rising(seen: Seen) -> Finding | None:
@@ -216,25 +212,17 @@ def rising(seen: Seen) -> Finding | None:
     evidence = [
         Evidence(f"mean |d|, first {fifth} steps and last {fifth}", f"{number(first)}, then {number(last)} nats"),
         Evidence("rank correlation with the step", f"{correlation:.2f}", f"below {MIN_RANK_CORRELATION}"),
-        *_companions(seen),
     ]
+    for metric in ("policy/entropy", "mismatch/tokens_with_different_experts", "mismatch/both/logprob_abs_mean"):
+        if len(meanwhile := seen.values(metric)) > 1:
+            evidence.append(Evidence(metric, f"{number(meanwhile[0])}, then {number(meanwhile[-1])}"))
     level: Level = "fault" if last >= RISE_FAULT * first and last >= GAP_NOTE else "note"
     texts = (
         f"The gap grows while the run trains, by a factor of {last / first:.1f}",
         "See over steps which scorer grows with it: if `both` does, look at weights and precision, not at routing.",
     )
     found = _finding("drift", level, texts, evidence, nats=max(0.0, last - first), total=last)
-    return Finding(found.cause, level, "likely", found.title, found.remedy, found.nats, found.share, found.evidence)
-
-
-def _companions(seen: Seen) -> list[Evidence]:
-    """Returns other metrics that changed meanwhile."""
-    found: list[Evidence] = []
-    for metric in ("policy/entropy", "mismatch/tokens_with_different_experts", "mismatch/both/logprob_abs_mean"):
-        values = seen.values(metric)
-        if len(values) > 1:
-            found.append(Evidence(metric, f"{number(values[0])}, then {number(values[-1])}"))
-    return found
+    return replace(found, confidence="likely")
 
 
 def quarantine(seen: Seen) -> Finding | None:
@@ -261,9 +249,8 @@ def age(seen: Seen) -> Finding | None:
     if not largest or not max(largest):
         return None
     evidence = [Evidence("oldest token that was trained", _versions(max(largest)))]
-    evidence += (
-        [Evidence("mean over trajectories, of all steps", f"{number(float(np.mean(mean)))} versions")] if mean else []
-    )
+    if mean:
+        evidence.append(Evidence("mean over trajectories, of all steps", f"{number(float(np.mean(mean)))} versions"))
     bound = seen.settings.max_age
     if bound is not None and max(largest) > bound:
         evidence.append(Evidence("bound that the configuration sets", _versions(bound)))
@@ -279,15 +266,10 @@ def age(seen: Seen) -> Finding | None:
     return _finding("age", "good", texts, evidence)
 
 
-CHECKS: tuple[Callable[[Seen], Finding | None], ...] = (
-    *(routing, masks, far_tokens, rising, remaining),
-    *(coverage, quarantine, age),
-)
-
-
 def findings_of(seen: Seen) -> tuple[Finding, ...]:
     """Returns all findings, faults first."""
-    found = [finding for check in CHECKS if (finding := check(seen)) is not None]
+    checks = (routing, masks, far_tokens, rising, remaining, coverage, quarantine, age)
+    found = [finding for check in checks if (finding := check(seen)) is not None]
     order = ("fault", "note", "good")
     return tuple(sorted(found, key=lambda each: (order.index(each.level), -each.nats.value)))
 
@@ -296,10 +278,8 @@ def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
     """Returns the box on top, from findings in the order of `findings_of`."""
     size = f"log-probs differ by {brief(seen.now)} nats on average as trained (healthy: below {GAP_NOTE:g} nats)"
     first = findings[0] if findings else None
-    if first is not None and first.level == "fault":
-        return Verdict("fault", f"{first.title} ({first.confidence}); {size}.", first.remedy)
-    if first is not None and first.level == "note":
-        return Verdict("note", f"{first.title} ({first.confidence}); {size}.", first.remedy)
+    if first is not None and first.level != "good":
+        return Verdict(first.level, f"{first.title} ({first.confidence}); {size}.", first.remedy)
     proved = any(each.cause == "routing" for each in findings)
     replay = "; the recorded experts were proved before every update" if proved else ""
     kept = f", instead of {brief(seen.total)} with nothing kept" if seen.gap else ""

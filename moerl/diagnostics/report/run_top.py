@@ -17,9 +17,8 @@ NUM_COLORS = 6
 
 def headlines(shown: Sequence[Headline]) -> str:
     """Returns a box for each headline; nothing without headlines."""
-    return (
-        f'<section class="headlines" aria-label="in short">{"".join(map(_headline, shown))}</section>' if shown else ""
-    )
+    boxes = "".join(map(_headline, shown))
+    return f'<section class="headlines" aria-label="in short">{boxes}</section>' if boxes else ""
 
 
 def _headline(one: Headline) -> str:
@@ -66,14 +65,10 @@ def _session(session: SpokenSession, colors: Mapping[int, int]) -> str:
 
 def _turn(turn: SpokenTurn, colors: Mapping[int, int]) -> str:
     said = "".join(
-        f"<span{_color(None if piece.version is None else colors[piece.version])}>{escaped(piece.text)}</span>"
+        f"<span{'' if piece.version is None else f' class="by{colors[piece.version]}"'}>{escaped(piece.text)}</span>"
         for piece in turn.pieces
     )
     return f'<dl class="{turn.who or "left-out"}"><dt>{escaped(turn.title)}</dt><dd>{said}</dd></dl>'
-
-
-def _color(color: int | None) -> str:
-    return "" if color is None else f' class="by{color}"'
 
 
 def learning(report: Report) -> PageSection | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moerl.diagnostics.published import MEASURES, PUBLISHED
 from moerl.diagnostics.report import figures
 from moerl.diagnostics.report.charts import Chart
-from moerl.diagnostics.report.data import Decomposition, Finding, Report, Swap, Verdict
-from moerl.diagnostics.report.definitions import DEFINITIONS, definition_of
+from moerl.diagnostics.report.data import Decomposition, Finding, Report, Verdict
+from moerl.diagnostics.report.definitions import DEFINITIONS, title_of
 from moerl.diagnostics.report.words import escaped, folded, interval, number, percent, table
 from moerl.telemetry.metrics import METRICS, SCORERS
 
@@ -58,13 +59,11 @@ def figure(chart: Chart) -> str:
 
 
 def _options(chart: Chart) -> str:
-    groups = chart.groups or ("",) * len(chart.choices)
     parts: list[str] = []
-    for number_, (group, choice) in enumerate(zip(groups, chart.choices, strict=True)):
-        if group and (number_ == 0 or group != groups[number_ - 1]):
-            parts.append(f'{"</optgroup>" if number_ else ""}<optgroup label="{escaped(group)}">')
-        parts.append(f'<option value="{number_}">{escaped(choice.label)}</option>')
-    return "".join(parts) + ("</optgroup>" if groups[0] else "")
+    for group, numbered in itertools.groupby(enumerate(chart.choices), key=lambda each: each[1].group):
+        options = "".join(f'<option value="{place}">{escaped(choice.label)}</option>' for place, choice in numbered)
+        parts.append(f'<optgroup label="{escaped(group)}">{options}</optgroup>' if group else options)
+    return "".join(parts)
 
 
 def verdict_box(verdict: Verdict) -> str:
@@ -185,8 +184,7 @@ def figure_title(key: str) -> str:
     """Returns the title of a figure of a scorer, by its name without prefix."""
     if key == "trainer_distance":
         return "Trainer less this scorer, mean"
-    known = definition_of(f"mismatch/{key}")
-    return known.title if known else key
+    return title_of(f"mismatch/{key}", key)
 
 
 def scorer_cell(values: Mapping[str, float], key: str) -> str:
@@ -196,9 +194,9 @@ def scorer_cell(values: Mapping[str, float], key: str) -> str:
     return percent(values[key]) if key in _SHARES else number(values[key])
 
 
-def over_steps(report: Report) -> PageSection | None:
+def over_steps(reports: Sequence[figures.Named]) -> PageSection | None:
     """Returns any metric over steps."""
-    chart = figures.over_steps([("", report)])
+    chart = figures.over_steps(reports)
     return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
@@ -242,14 +240,12 @@ def swaps(report: Report) -> PageSection | None:
     shown = sorted(report.swaps, key=lambda each: each.count, reverse=True)[:MAX_SWAPS]
     left = len(report.swaps) - len(shown)
     note = f'<p class="quiet">{left:,} rarer swaps are in report.json alone.</p>' if left else ""
-    rows = [_swap_row(each) for each in shown]
+    rows = [
+        [str(each.layer), str(each.recorded), str(each.own), f"{each.count:,}", percent(each.share)] for each in shown
+    ]
     head = ("MoE layer", "recorded expert", "own expert", "rows", "share of the layer's flips")
     body = table(head, rows[:15]) + (folded(f"{len(rows) - 15} more", table(head, rows[15:])) if rows[15:] else "")
     return PageSection("swaps", "Which experts swap", body + note)
-
-
-def _swap_row(swap: Swap) -> list[str]:
-    return [str(swap.layer), str(swap.recorded), str(swap.own), f"{swap.count:,}", percent(swap.share)]
 
 
 def slices(report: Report) -> PageSection | None:

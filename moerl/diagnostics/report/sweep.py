@@ -13,8 +13,19 @@ import numpy as np
 
 from moerl.contract.files import atomic_file
 from moerl.diagnostics.report import sections
-from moerl.diagnostics.report.charts import MAX_POINTS, Chart, Choice, Column, page_colors, short
-from moerl.diagnostics.report.data import Verdict
+from moerl.diagnostics.report.charts import (
+    MAX_POINTS,
+    Chart,
+    Choice,
+    Column,
+    page_colors,
+    points_of,
+    series_colors,
+    short,
+    steps_axis,
+    tooltip,
+)
+from moerl.diagnostics.report.data import Verdict, encode_report
 from moerl.diagnostics.report.page import write_html
 from moerl.diagnostics.report.sections import PageSection, figure
 from moerl.diagnostics.report.words import brief, escaped, number, table
@@ -121,7 +132,7 @@ def sweep_report(title: str, keys: Sequence[str], runs: Sequence[SweptRun]) -> S
 def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path) -> None:
     """Writes the page, and its numbers as JSON next to it. Raises `OSError` if it cannot."""
     with atomic_file(page.with_suffix(".json")) as partial:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        partial.write_bytes(encode_report(report))
     parts = (
         _finals(report),
         _curves("reward", "Reward", _REWARDS, report.keys, runs),
@@ -134,8 +145,8 @@ def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path
 
 def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
     """Returns mean and range of a final number over finished runs; None if none has it."""
-    ends = [run.final(metric) for run in runs if run.state == "finished"]
-    found = [value for value in ends if value is not None]
+    ended = [run for run in runs if run.state == "finished"]
+    found = [value for run in ended if (value := run.final(metric)) is not None]
     return Spread(fmean(found), min(found), max(found), len(found)) if found else None
 
 
@@ -153,7 +164,8 @@ def verdict_of(settings: Sequence[Setting], runs: Sequence[SweptRun]) -> Verdict
     if open_runs:
         text = f"{len(open_runs)} of {len(runs)} runs are not finished. "
         return Verdict("note", text + _leader(rewards), "Go on with the sweep.")
-    if len(rewards) > 1 and not _stands_out(rewards):
+    is_clear = all(other.high < rewards[0][1].low for _, other in rewards[1:])
+    if len(rewards) > 1 and not (is_clear and all(each.runs > 1 for _, each in rewards)):
         more = "Ranges over seeds overlap, or there are too few of them. "
         return Verdict("note", more + _leader(rewards), "Add seeds before you choose.")
     advice = f"Take {rewards[0][0]}." if len(rewards) > 1 else "Sweep a key besides the seed to compare settings."
@@ -176,11 +188,6 @@ def _said(value: Spread) -> str:
     if value.runs == 1:
         return brief(value.mean)
     return f"{brief(value.mean)} ({brief(value.low)} to {brief(value.high)} over {value.runs} runs)"
-
-
-def _stands_out(rewards: Sequence[tuple[str, Spread]]) -> bool:
-    (_, best), *others = rewards
-    return best.runs > 1 and all(other.runs > 1 and other.high < best.low for _, other in others)
 
 
 def _groups(runs: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[dict[str, str], list[SweptRun]]]:
@@ -243,16 +250,10 @@ def _curves(
         ways.insert(0, ("by setting", others))
     if len(keys) > 1:
         ways.append(("each run", [*keys]))
-    choices, groups = list[Choice](), list[str]()
-    for metric in metrics:
-        for how, by in ways:
-            choice = _choice(metric, how, _groups(runs, by))
-            if choice is not None:
-                choices.append(choice)
-                groups.append(metric)
+    choices = [choice for metric in metrics for how, by in ways if (choice := _choice(metric, how, _groups(runs, by)))]
     if not choices:
         return None
-    chart = Chart(name, tuple(choices), "curves", tuple(groups))
+    chart = Chart(name, tuple(choices), "curves")
     return PageSection(name, title, figure(chart), (chart,))
 
 
@@ -271,7 +272,8 @@ def _choice(metric: str, how: str, groups: Sequence[tuple[Mapping[str, str], Seq
     said = "; ".join(f"{each} {brief(band[1][0])} at first, {brief(band[1][-1])} at last" for each, band in bands)
     caption = f"{metric} {how}, mean and range over the runs that have the step: {said}."
     columns = (Column("series", "runs", "text"), Column("x", "step"), Column("y", "mean"))
-    return Choice(f"{metric}, {how}", caption, spec, blocks, (*columns, Column("low", "low"), Column("high", "high")))
+    columns += (Column("low", "low"), Column("high", "high"))
+    return Choice(f"{metric}, {how}", caption, spec, blocks, columns, metric)
 
 
 _Band = tuple[list[float], list[float], list[float], list[float]]
@@ -303,31 +305,23 @@ def _spec(colors: Mapping[str, str], y_title: str, bands: Sequence[_Band]) -> di
     legend |= {"columns": {"signal": f"width < 560 ? 1 : {columns}"}}
     lowest, highest = min(min(band[2]) for band in bands), max(max(band[3]) for band in bands)
     is_log = lowest > 0.0 and highest > 20.0 * lowest
-    form = ".4~g"
-    tooltip = [{"field": "series", "title": "runs"}, {"field": "x", "title": "step"}]
-    tooltip += [{"field": key, "title": title, "format": form} for key, title in (("y", "mean"), ("low", "low"))]
-    tooltip.append({"field": "high", "title": "high", "format": form})
+    numbers = (("y", "mean", ".4~g"), ("low", "low", ".4~g"), ("high", "high", ".4~g"))
     y = {"type": "quantitative", "title": y_title}
     y |= {"scale": {"type": "log"} if is_log else {"zero": False}, "axis": {"format": ".1e" if is_log else ".3~g"}}
-    point = {"size": 28, "filled": True} if max(len(band[0]) for band in bands) <= 60 else False
+    point = points_of(max(len(band[0]) for band in bands))
     return {
         "width": "container",
         "height": 300,
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "grid": False}}
-            | {"scale": {"zero": False, "nice": False}},
-            "color": {"field": "series", "type": "nominal", "scale": {"domain": [*colors], "range": [*colors.values()]}}
-            | {"legend": legend if len(colors) > 1 else None},
-            "tooltip": tooltip,
+            "x": steps_axis("step"),
+            "color": series_colors(colors, legend if len(colors) > 1 else None),
+            "tooltip": tooltip(("series", "runs"), ("x", "step"), *numbers),
         },
         "layer": [
             {
                 "mark": {"type": "area", "opacity": 0.16},
                 "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}},
             },
-            {
-                "mark": {"type": "line", "point": point},
-                "encoding": {"y": y | {"field": "y"}},
-            },
+            {"mark": {"type": "line", "point": point}, "encoding": {"y": y | {"field": "y"}}},
         ],
     }

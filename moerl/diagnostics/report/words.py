@@ -12,22 +12,8 @@ from moerl.printable import printable
 UNITS = (
     *("nats?", "tokens?", "steps?", "versions?", "ids?", "rows?", "layers?", "rollouts?", "responses?", "runs?"),
     *("groups?", "points?", "updates?", "bytes?", "rewards?", "scores?", "prompts?", "trajector(?:y|ies)", "times"),
-    *(
-        "microbatch(?:es)?",
-        "turns?",
-        "sessions?",
-        "episodes?",
-        "alerts?",
-        "problems?",
-        "reports?",
-        "tokens?/s",
-        "FLOP/s",
-        "s",
-        "ms",
-        "min",
-        "h",
-        "[KMG]i?B",
-    ),
+    *("microbatch(?:es)?", "turns?", "sessions?", "episodes?", "alerts?", "problems?", "reports?"),
+    *("tokens?/s", "FLOP/s", "s", "ms", "min", "h", "[KMG]i?B"),
 )
 """Patterns of words that stand behind a number: units of metrics, and other things that pages count."""
 _EXPONENT = re.compile(r"([0-9]e-)(?=[0-9])")
