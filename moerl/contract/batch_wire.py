@@ -12,8 +12,8 @@ few numbers of the document and is compared before memory is spent; what cannot 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
-    expert_planes,
     pack_flags,
     pack_kept_ids,
     read_array,
@@ -32,15 +31,16 @@ from moerl.contract.array_codec import (
     read_kept_ids,
 )
 from moerl.contract.batch import Microbatch
-from moerl.contract.demands import MAX_NAMES, demand_text
+from moerl.contract.demands import MAX_NAMES, demand, demand_text
 from moerl.contract.expert_id_checks import rows_are_distinct
-from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
 from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
-from moerl.contract.wire import WireStruct, open_sealed
-from moerl.errors import ContractError
+from moerl.contract.wire import WireStruct, open_sealed, seal
+
+_demand = partial(demand, remedy="run the same moerl version on all ranks; otherwise report it as a bug")
 
 _INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
 _FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
@@ -100,8 +100,6 @@ class BatchesMessage(WireStruct):
     """Shares of one rank, in the order of the passes."""
 
 
-_DOCUMENT_BYTES = struct.Struct("<Q")
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(BatchesMessage)
 
 
@@ -111,21 +109,11 @@ def encode_batches(batches: Sequence[Microbatch], facts: Mapping[str, float]) ->
     Args:
         facts: finite numbers by name that every rank needs besides its share, such as the tokens trained by all.
     """
-    document = _encoder.encode(
-        BatchesMessage(
-            facts={name: float(value) for name, value in facts.items()}, batches=[_message(batch) for batch in batches]
-        )
+    message = BatchesMessage(
+        facts={name: float(value) for name, value in facts.items()}, batches=[_message(batch) for batch in batches]
     )
     expert_ids = [batch.expert_ids for batch in batches if batch.expert_ids is not None]
-    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(ids.nbytes for ids in expert_ids)
-
-    def parts() -> Iterator[bytes | memoryview]:
-        yield _DOCUMENT_BYTES.pack(len(document))
-        yield document
-        for ids in expert_ids:
-            yield from expert_planes(ids)
-
-    return pack_frame(parts(), payload_bytes, FrameKind.BATCHES)
+    return seal(message, expert_ids, FrameKind.BATCHES)
 
 
 def decode_batches(
@@ -329,14 +317,3 @@ def _check_prefixes(batch: Microbatch) -> None:
     lengths = np.where(prefix_of < 0, 0, np.diff(batch.cu_seqlens)[prefix_of])
     inside = bool(((rows <= lengths) & ((rows > 0) == (prefix_of >= 0)) & (rows >= 0)).all())
     _demand(inside, Reason.VALUE_OUT_OF_RANGE, "prefix_rows", rows.tolist(), f"up to {lengths.tolist()}, 0 for none")
-
-
-def _demand(holds: object, reason: Reason, field: str, seen: object, expected: object) -> None:
-    if not holds:
-        raise ContractError(
-            reason,
-            field=field,
-            seen=seen,
-            expected=expected,
-            remedy="run the same moerl version on all ranks; otherwise report it as a bug",
-        )

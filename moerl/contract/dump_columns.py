@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moerl.contract.demands import shown
+from moerl.contract.demands import demand, shown
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import ContractError
 
 DISK_SCHEMA_VERSION = "2"
 VERSION_KEY = b"moerl.schema_version"
@@ -105,18 +104,12 @@ def check_columns(schema: pa.Schema) -> None:
         ContractError: `missing_field`, `duplicate_field`, `unknown_field` or `wrong_type`.
     """
     names = schema.names
+    listed = ", ".join(map(shown, names))
     for name in REQUIRED:
-        if name not in names:
-            raise ContractError(
-                Reason.MISSING_FIELD, field=name, seen=", ".join(map(shown, names)), expected="a column"
-            )
+        demand(name in names, Reason.MISSING_FIELD, name, listed, "a column")
     for name in names:
         wanted = types_of(name)
-        if not wanted:
-            raise ContractError(Reason.UNKNOWN_FIELD, field="columns", seen=shown(name), expected="columns of a dump")
-        if names.count(name) > 1:
-            raise ContractError(Reason.DUPLICATE_FIELD, field="columns", seen=shown(name), expected="each column once")
-        if schema.field(name).type not in wanted:
-            raise ContractError(
-                Reason.WRONG_TYPE, field=name, seen=schema.field(name).type, expected=" or ".join(map(str, wanted))
-            )
+        demand(wanted, Reason.UNKNOWN_FIELD, "columns", shown(name), "columns of a dump")
+        demand(names.count(name) == 1, Reason.DUPLICATE_FIELD, "columns", shown(name), "each column once")
+        kind = schema.field(name).type
+        demand(kind in wanted, Reason.WRONG_TYPE, name, kind, " or ".join(map(str, wanted)))
