@@ -30,7 +30,7 @@ from moerl.contract.array_codec import (
     read_flags,
     read_kept_ids,
 )
-from moerl.contract.batch import Microbatch
+from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
 from moerl.contract.demands import MAX_NAMES, demand, demand_text
 from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
@@ -41,10 +41,6 @@ from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import WireStruct, open_sealed, seal
 
 _demand = partial(demand, remedy="run the same moerl version on all ranks; otherwise report it as a bug")
-
-_INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
-_FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
-_FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
 
 
 class RoutingMessage(WireStruct):
@@ -167,9 +163,9 @@ def _message(batch: Microbatch) -> BatchMessage:
         )
     return BatchMessage(
         num_rows=batch.num_rows,
-        ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in _INT_ROWS},
-        floats={name: array_bytes(getattr(batch, name)) for name in _FLOAT_ROWS},
-        flags={name: pack_flags(getattr(batch, name)) for name in _FLAG_ROWS},
+        ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in INT_ROWS},
+        floats={name: array_bytes(getattr(batch, name)) for name in FLOAT_ROWS},
+        flags={name: pack_flags(getattr(batch, name)) for name in FLAG_ROWS},
         scores={name: array_bytes(values) for name, values in batch.scores.items()},
         sample_index=array_bytes(batch.sample_index),
         kept_sizes=array_bytes(batch.kept.sizes.astype(np.uint16)),
@@ -200,9 +196,9 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     num_rows = message.num_rows
     _demand(num_rows > 0, Reason.TOO_SHORT, "num_rows", num_rows, "at least 1")
     for field, seen, names in (
-        ("ints", message.ints, _INT_ROWS),
-        ("floats", message.floats, _FLOAT_ROWS),
-        ("flags", message.flags, _FLAG_ROWS),
+        ("ints", message.ints, INT_ROWS),
+        ("floats", message.floats, FLOAT_ROWS),
+        ("flags", message.flags, FLAG_ROWS),
     ):
         _demand(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
     # First of all: its length proves `num_rows`, on which everything below spends memory.
@@ -260,7 +256,7 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
     for name, ids in (("input_ids", batch.input_ids), ("target_ids", batch.target_ids), ("kept.ids", batch.kept.ids)):
         inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.vocab_size)
         _demand(inside, Reason.TOKEN_ID_OUT_OF_RANGE, name, f"{ids.min(initial=0)}..{ids.max(initial=0)}", vocabulary)
-    for name in _FLOAT_ROWS:
+    for name in FLOAT_ROWS:
         finite = bool(np.isfinite(getattr(batch, name)).all())
         _demand(finite, Reason.VALUE_NOT_FINITE, name, "not finite", "finite in every row")
     positive = bool((batch.temperatures > 0).all())

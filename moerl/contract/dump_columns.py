@@ -80,21 +80,19 @@ ARRAYS: dict[str, tuple[tuple[pa.DataType, ...], Callable[[Trajectory], np.ndarr
 REQUIRED = (*SCALARS, "turns", *ARRAYS)
 
 
+_TYPES: dict[str, tuple[pa.DataType, ...]] = {
+    **{name: (dtype,) for name, (dtype, _) in SCALARS.items()},
+    **{name: tuple(map(pa.list_, dtypes)) for name, (dtypes, _) in ARRAYS.items()},
+    **dict.fromkeys(TEXTS, (pa.string(),)),
+    "turns": (pa.list_(TURN),),
+    SPANS: (pa.list_(SPAN),),
+}
+_TYPES_BY_PREFIX = {REWARD: pa.float64(), TIMING: pa.float64(), SCORE: pa.list_(pa.float32())}
+
+
 def types_of(name: str) -> tuple[pa.DataType, ...]:
     """Returns the types that a column of this name may have; none if there is no such column."""
-    if name in SCALARS:
-        return (SCALARS[name][0],)
-    if name in ARRAYS:
-        return tuple(pa.list_(each) for each in ARRAYS[name][0])
-    if name == "turns":
-        return (pa.list_(TURN),)
-    if name == SPANS:
-        return (pa.list_(SPAN),)
-    if name in TEXTS:
-        return (pa.string(),)
-    if name.startswith((REWARD, TIMING)):
-        return (pa.float64(),)
-    return (pa.list_(pa.float32()),) if name.startswith(SCORE) else ()
+    return _TYPES.get(name) or tuple(dtype for prefix, dtype in _TYPES_BY_PREFIX.items() if name.startswith(prefix))
 
 
 def check_columns(schema: pa.Schema) -> None:
