@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from _report import Result, Timing, json_argument, report, timed
 
-from moerl.contract import (
+from moerl.contract.invariants import check_trajectory
+from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
     Lineage,
@@ -23,10 +24,8 @@ from moerl.contract import (
     Trajectory,
     Turn,
     TurnKind,
-    check_trajectory,
-    decode_records,
-    encode_trajectories,
 )
+from moerl.contract.wire import decode_records, encode_trajectories
 
 SPEC = ModelSpec(48, 8, 128, 151_669, fingerprint="bench")
 NUM_TOKENS, NUM_PROMPT = 32_768, 1_024

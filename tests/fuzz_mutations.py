@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moerl.contract import KeptSets, Lineage, SamplingParams, Turn, TurnKind
+from moerl.contract.trajectory import KeptSets, Lineage, SamplingParams, Turn, TurnKind
 
 Rng = np.random.Generator
 

@@ -27,24 +27,14 @@ from sglang_fake import SPEC as SGLANG_SPEC
 from sglang_fake import compact, compact_fields
 
 from moerl.batching.packing import PackOptions, pack_trajectories
-from moerl.contract import (
-    Lineage,
-    Quarantine,
-    RolloutRecord,
-    RolloutRequest,
-    SamplingParams,
-    TrainSample,
-    Trajectory,
-    WireLimits,
-    decode_batches,
-    decode_trajectories,
-    encode_batches,
-    encode_trajectories,
-    read_quarantined,
-)
+from moerl.contract.batch import TrainSample
+from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.disk import read_parquet, write_parquet
-from moerl.contract.frame import HEADER_BYTES, MAGIC, SCHEMA_VERSION, FrameKind, pack_frame, unpack_frame
-from moerl.contract.trajectory import FinishReason
+from moerl.contract.frame import HEADER_BYTES, MAGIC, SCHEMA_VERSION, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.ports import RolloutRecord, RolloutRequest
+from moerl.contract.quarantine import Quarantine, read_quarantined
+from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
+from moerl.contract.wire import decode_trajectories, encode_trajectories
 from moerl.errors import MoerlError
 from moerl.rollout.fleet.segments import trajectory_values
 from moerl.rollout.sglang.answers import VersionSpan, decode_compact, read_segment

@@ -13,9 +13,9 @@ from factories import SPEC, make_trajectory
 
 from moerl.buffer.journal import Journal
 from moerl.config.load import load_config
-from moerl.contract import Prompt, RolloutRequest, Trajectory
+from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.quarantine import Quarantine, Refusal
-from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.orchestration.engines import group_plan
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.outcome import RolloutOutcome

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from factories import make_trajectory, values_of
 
-from moerl.contract import Quarantine, RolloutRecord
+from moerl.contract.ports import RolloutRecord
+from moerl.contract.quarantine import Quarantine
 
 RNG = np.random.default_rng(2)
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.demands import demand
 from moerl.contract.frame import Buffer
 from moerl.contract.reasons import Reason
-from moerl.errors import ContractError
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
@@ -36,10 +36,9 @@ def read_array(data: Buffer, dtype: type[Any] | np.dtype[Any], count: int, field
 
 
 def demand_length(data: Buffer, num_bytes: int, field: str) -> None:
-    if len(data) != num_bytes:
-        raise ContractError(
-            Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{len(data)} bytes", expected=f"{num_bytes} bytes"
-        )
+    """Raises `array_length_wrong` for data of another length."""
+    agrees = len(data) == num_bytes
+    demand(agrees, Reason.ARRAY_LENGTH_WRONG, field, f"{len(data)} bytes", f"{num_bytes} bytes")
 
 
 def pack_flags(flags: NDArray[np.bool_]) -> memoryview:
@@ -51,8 +50,7 @@ def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
     """Returns bool [count]. Spare bits of the last byte must be zero."""
     demand_length(data, (count + 7) // 8, field)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
-    if bits[count:].any():
-        raise ContractError(Reason.ARRAY_LENGTH_WRONG, field=field, seen="flags beyond the end", expected=count)
+    demand(not bits[count:].any(), Reason.ARRAY_LENGTH_WRONG, field, "flags beyond the end", count)
     return bits[:count].copy()
 
 
@@ -69,15 +67,11 @@ def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
 def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
     """Returns int32 [count] from its run-length code; compares the total before it expands anything."""
     num_runs = len(lengths) // 4
-    if num_runs > count:
-        raise ContractError(
-            Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{num_runs} runs", expected=f"at most {count} tokens"
-        )
+    demand(num_runs <= count, Reason.ARRAY_LENGTH_WRONG, field, f"{num_runs} runs", f"at most {count} tokens")
     run_lengths = read_array(lengths, np.uint32, num_runs, f"{field} lengths").astype(np.int64)
     run_values = read_array(values, np.int32, num_runs, f"{field} values")
     total = int(run_lengths.sum())
-    if total != count:
-        raise ContractError(Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{total} tokens", expected=count)
+    demand(total == count, Reason.ARRAY_LENGTH_WRONG, field, f"{total} tokens", count)
     return np.repeat(run_values, run_lengths)
 
 
@@ -117,7 +111,8 @@ def pack_kept_ids(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> memoryv
     deltas[1:] -= ids[:-1]
     row_starts = offsets[:-1][offsets[1:] > offsets[:-1]]
     deltas[row_starts] = ids[row_starts]
-    return memoryview(np.ascontiguousarray(_as_bytes(deltas).T).reshape(-1))
+    planes = np.frombuffer(array_bytes(deltas), np.uint8).reshape(-1, deltas.itemsize).T
+    return memoryview(np.ascontiguousarray(planes).reshape(-1))
 
 
 def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -132,8 +127,3 @@ def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]
     del deltas
     running[1:] -= np.repeat(running[offsets[:-1]], offsets[1:] - offsets[:-1])
     return running[1:].view(np.int32)
-
-
-def _as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Returns uint8 [n, itemsize] of a flat array, least significant byte first."""
-    return np.frombuffer(array_bytes(array), np.uint8).reshape(-1, array.itemsize)

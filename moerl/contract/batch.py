@@ -112,6 +112,12 @@ class Microbatch:
         return int(self.cu_seqlens[-1])
 
 
+INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
+FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
+FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
+"""Fields of a microbatch that have a value a row, besides `sample_index`."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
     """Totals of a batch of one optimizer step, over all microbatches and ranks."""

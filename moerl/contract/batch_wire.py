@@ -12,8 +12,8 @@ few numbers of the document and is compared before memory is spent; what cannot 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
-    expert_planes,
     pack_flags,
     pack_kept_ids,
     read_array,
@@ -31,20 +30,17 @@ from moerl.contract.array_codec import (
     read_flags,
     read_kept_ids,
 )
-from moerl.contract.batch import Microbatch
-from moerl.contract.demands import MAX_NAMES, demand_text
+from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
+from moerl.contract.demands import MAX_NAMES, demand, demand_text
 from moerl.contract.expert_id_checks import rows_are_distinct
-from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
 from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
-from moerl.contract.wire import WireStruct, open_sealed
-from moerl.errors import ContractError
+from moerl.contract.wire import WireStruct, open_sealed, seal
 
-_INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
-_FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
-_FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
+_demand = partial(demand, remedy="run the same moerl version on all ranks; otherwise report it as a bug")
 
 
 class RoutingMessage(WireStruct):
@@ -100,8 +96,6 @@ class BatchesMessage(WireStruct):
     """Shares of one rank, in the order of the passes."""
 
 
-_DOCUMENT_BYTES = struct.Struct("<Q")
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(BatchesMessage)
 
 
@@ -111,21 +105,11 @@ def encode_batches(batches: Sequence[Microbatch], facts: Mapping[str, float]) ->
     Args:
         facts: finite numbers by name that every rank needs besides its share, such as the tokens trained by all.
     """
-    document = _encoder.encode(
-        BatchesMessage(
-            facts={name: float(value) for name, value in facts.items()}, batches=[_message(batch) for batch in batches]
-        )
+    message = BatchesMessage(
+        facts={name: float(value) for name, value in facts.items()}, batches=[_message(batch) for batch in batches]
     )
     expert_ids = [batch.expert_ids for batch in batches if batch.expert_ids is not None]
-    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(ids.nbytes for ids in expert_ids)
-
-    def parts() -> Iterator[bytes | memoryview]:
-        yield _DOCUMENT_BYTES.pack(len(document))
-        yield document
-        for ids in expert_ids:
-            yield from expert_planes(ids)
-
-    return pack_frame(parts(), payload_bytes, FrameKind.BATCHES)
+    return seal(message, expert_ids, FrameKind.BATCHES)
 
 
 def decode_batches(
@@ -179,9 +163,9 @@ def _message(batch: Microbatch) -> BatchMessage:
         )
     return BatchMessage(
         num_rows=batch.num_rows,
-        ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in _INT_ROWS},
-        floats={name: array_bytes(getattr(batch, name)) for name in _FLOAT_ROWS},
-        flags={name: pack_flags(getattr(batch, name)) for name in _FLAG_ROWS},
+        ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in INT_ROWS},
+        floats={name: array_bytes(getattr(batch, name)) for name in FLOAT_ROWS},
+        flags={name: pack_flags(getattr(batch, name)) for name in FLAG_ROWS},
         scores={name: array_bytes(values) for name, values in batch.scores.items()},
         sample_index=array_bytes(batch.sample_index),
         kept_sizes=array_bytes(batch.kept.sizes.astype(np.uint16)),
@@ -212,9 +196,9 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     num_rows = message.num_rows
     _demand(num_rows > 0, Reason.TOO_SHORT, "num_rows", num_rows, "at least 1")
     for field, seen, names in (
-        ("ints", message.ints, _INT_ROWS),
-        ("floats", message.floats, _FLOAT_ROWS),
-        ("flags", message.flags, _FLAG_ROWS),
+        ("ints", message.ints, INT_ROWS),
+        ("floats", message.floats, FLOAT_ROWS),
+        ("flags", message.flags, FLAG_ROWS),
     ):
         _demand(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
     # First of all: its length proves `num_rows`, on which everything below spends memory.
@@ -272,7 +256,7 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
     for name, ids in (("input_ids", batch.input_ids), ("target_ids", batch.target_ids), ("kept.ids", batch.kept.ids)):
         inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.vocab_size)
         _demand(inside, Reason.TOKEN_ID_OUT_OF_RANGE, name, f"{ids.min(initial=0)}..{ids.max(initial=0)}", vocabulary)
-    for name in _FLOAT_ROWS:
+    for name in FLOAT_ROWS:
         finite = bool(np.isfinite(getattr(batch, name)).all())
         _demand(finite, Reason.VALUE_NOT_FINITE, name, "not finite", "finite in every row")
     positive = bool((batch.temperatures > 0).all())
@@ -329,14 +313,3 @@ def _check_prefixes(batch: Microbatch) -> None:
     lengths = np.where(prefix_of < 0, 0, np.diff(batch.cu_seqlens)[prefix_of])
     inside = bool(((rows <= lengths) & ((rows > 0) == (prefix_of >= 0)) & (rows >= 0)).all())
     _demand(inside, Reason.VALUE_OUT_OF_RANGE, "prefix_rows", rows.tolist(), f"up to {lengths.tolist()}, 0 for none")
-
-
-def _demand(holds: object, reason: Reason, field: str, seen: object, expected: object) -> None:
-    if not holds:
-        raise ContractError(
-            reason,
-            field=field,
-            seen=seen,
-            expected=expected,
-            remedy="run the same moerl version on all ranks; otherwise report it as a bug",
-        )

@@ -7,6 +7,7 @@ command. Arrays travel as bytes with dtype and shape, which are compared before 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any, Literal, Self
 
 import msgspec
@@ -253,7 +254,7 @@ AnyCommand = (
 
 
 class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The `PassReport` of one rank."""
+    """The `PassReport` of one rank, field by field."""
 
     rows: Array
     """`rows_RC`."""
@@ -272,26 +273,14 @@ class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @classmethod
     def of(cls, report: PassReport) -> Self:
-        return cls(
-            Array.of(report.rows_RC),
-            report.loss_sum,
-            report.rows_verified,
-            Array.of(report.load_LE),
-            Array.of(report.agreement_LS),
-            Array.of(report.live_rows_L),
-            report.update,
-        )
+        values = (getattr(report, each.name) for each in fields(report))
+        given: list[Any] = [Array.of(each) if isinstance(each, np.ndarray) else each for each in values]
+        return cls(*given)
 
     def report(self) -> PassReport:
-        return PassReport(
-            self.rows.array(),
-            self.loss_sum,
-            self.rows_verified,
-            self.load.array(),
-            self.agreement.array(),
-            self.live_rows.array(),
-            self.update,
-        )
+        values = msgspec.structs.astuple(self)
+        given: list[Any] = [each.array() if isinstance(each, Array) else each for each in values]
+        return PassReport(*given)
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

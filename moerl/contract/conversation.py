@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from moerl.contract.episodes import Message, SampledTurn, Session
 from moerl.contract.ports import Chat, Prompt
+from moerl.contract.spans import num_equal
 from moerl.errors import EpisodeError
 
 _SHOWN = 40
@@ -31,7 +32,7 @@ class Conversation:
         answer: that of a `Prompt` with messages."""
         self.session = session
         self.messages = [dict(each) for each in chat.messages]
-        self.tools, self._text, self._ended_with = chat.tools, text, ""
+        self.tools, self._text = chat.tools, text
         # Behind the prompt and behind each answer: messages, the text without that answer, and the text of its end.
         self._answered = [(len(self.messages), text, "")]
 
@@ -66,7 +67,6 @@ class Conversation:
         if self.messages[-1]["role"] == "assistant":
             raise EpisodeError("episode: the conversation has an answer already", expected="another message first")
         turn = await self.session.sample(max_tokens, stop)
-        self._ended_with = turn.end_text
         self.messages.append({"role": "assistant", "content": turn.text})
         self._answered.append((len(self.messages), self._text, turn.end_text))
         return turn
@@ -75,7 +75,6 @@ class Conversation:
         """Forgets the latest answer, which nobody has seen; its session has to forget it, too."""
         self.messages.pop()
         self._answered.pop()
-        self._ended_with = self._answered[-1][2]
 
     @property
     def num_turns(self) -> int:
@@ -92,7 +91,6 @@ class Conversation:
         session = self.session.fork(agent_id, num_turns)
         length, text, ended_with = self._answered[num_turns]
         other = Conversation(session, Chat(tuple(self.messages[:length]), self.tools), text)
-        other._ended_with = ended_with
         other._answered = [(length, text, ended_with)]
         return other
 
@@ -126,8 +124,8 @@ class Conversation:
                 expected="one call at a time",
                 remedy="leave the session to the conversation; others can be opened beside it",
             )
-        behind = answered[len(start) :].removeprefix(self._ended_with) + text[len(answered) :]
-        self.session.observe(behind)
+        _, _, ended_with = self._answered[-1]
+        self.session.observe(answered[len(start) :].removeprefix(ended_with) + text[len(answered) :])
         self._text = text
         self.messages += [dict(each) for each in messages]
 
@@ -140,7 +138,7 @@ class Conversation:
         num_known = len(self.messages)
         seen = [dict(each) for each in messages]
         if seen[:num_known] != self.messages:
-            place = next((i for i, (a, b) in enumerate(zip(seen, self.messages, strict=False)) if a != b), len(seen))
+            place = num_equal(seen, self.messages)
             raise EpisodeError(
                 "episode: the conversation has other messages than before",
                 seen=f"message {place} differs" if place < len(seen) else f"{len(seen)} messages",
@@ -153,7 +151,7 @@ class Conversation:
 
 
 def _unstable(what: str, seen: str, expected: str) -> EpisodeError:
-    place = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), len(seen))
+    place = num_equal(seen, expected)
     return EpisodeError(
         f"episode: the chat template writes {what} differently once something follows",
         seen=repr(seen[place : place + _SHOWN]),

@@ -62,10 +62,15 @@ def shown(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
+def demand(holds: object, reason: Reason, field: str, seen: object, expected: object, **others: str) -> None:
+    """Raises `ContractError` unless a demand holds. others: `remedy`, if it is not the usual one."""
+    if not holds:
+        raise ContractError(reason, field=field, seen=seen, expected=expected, **others)
+
+
 def demand_type(value: object, kind: type, name: str) -> None:
     """Raises `wrong_type` for anything but a `kind` itself; a dataclass must have all its fields."""
-    if type(value) is not kind:
-        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected=kind.__name__)
+    demand(type(value) is kind, Reason.WRONG_TYPE, name, type(value).__name__, kind.__name__)
     take_fields = _field_getter(kind)
     if take_fields is None:
         return
@@ -85,8 +90,8 @@ def _field_getter(kind: type) -> Callable[[Any], Any] | None:
 
 def demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
     """Raises `reason` for anything but a Python integer in [low, high]."""
-    if type(value) is not int or not low <= value <= high:
-        raise ContractError(reason, field=name, seen=shown(value), expected=f"an integer in [{low}, {high}]")
+    inside = type(value) is int and low <= value <= high
+    demand(inside, reason, name, shown(value), f"an integer in [{low}, {high}]")
 
 
 def demand_text(value: object, name: str) -> None:
@@ -98,24 +103,23 @@ def demand_text(value: object, name: str) -> None:
         raise ContractError(
             Reason.TEXT_NOT_UTF8, field=name, seen=shown(value), expected="text that UTF-8 can encode"
         ) from error
-    if size > MAX_TEXT_BYTES:
-        raise ContractError(
-            Reason.TEXT_TOO_LONG, field=name, seen=f"{size} bytes", expected=f"at most {MAX_TEXT_BYTES} bytes"
-        )
+    demand(size <= MAX_TEXT_BYTES, Reason.TEXT_TOO_LONG, name, f"{size} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 
 
-def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: NDArray[Any], expected: str) -> None:
-    """Raises `ContractError` naming the first index at which `bad` is True, and how many there are."""
-    if not np.count_nonzero(bad):  # several times faster than any() for short arrays
-        return
-    index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
-    where = index[0] if len(index) == 1 else index
-    raise ContractError(
-        reason,
-        field=field,
-        seen=f"{values[index]} at index {where} ({int(bad.sum())} of {bad.size} wrong)",
-        expected=expected,
-    )
+def refuse_where(field: str, values: NDArray[Any], *rules: tuple[NDArray[np.bool_], Reason, str]) -> None:
+    """Raises `ContractError` for the first rule that `values` break; it names the first such index, and how many there
+    are.
+
+    Args:
+        rules: for each the places that break it, its reason, and the values that are expected there.
+    """
+    for bad, reason, expected in rules:
+        if not np.count_nonzero(bad):  # several times faster than any() for short arrays
+            continue
+        index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
+        where = index[0] if len(index) == 1 else index
+        seen = f"{values[index]} at index {where} ({int(bad.sum())} of {bad.size} wrong)"
+        raise ContractError(reason, field=field, seen=seen, expected=expected)
 
 
 def demand_scores(scores: Mapping[str, object], names: Iterable[str]) -> None:

@@ -261,17 +261,12 @@ def _table(trajectories: Sequence[Trajectory], for_people: dict[str, Sequence[An
     columns |= {name: pa.array(column, pa.string()) for name, column in for_people.items() if name != SPANS}
     if SPANS in for_people:
         columns[SPANS] = pa.array([[asdict(span) for span in row] for row in for_people[SPANS]], pa.list_(SPAN))
-    for column in schema.names:
-        if column.startswith(REWARD):
-            name = column.removeprefix(REWARD)
-            columns[column] = pa.array([t.rewards.get(name) for t in trajectories], pa.float64())
-        elif column.startswith(TIMING):
-            name = column.removeprefix(TIMING)
-            columns[column] = pa.array([t.timings.get(name) for t in trajectories], pa.float64())
-        elif column.startswith(SCORE):
-            name = column.removeprefix(SCORE)
-            scores = [t.scores.get(name) for t in trajectories]
-            columns[column] = _list_column(scores, np.float32)
+    for name in _names(trajectories, "rewards"):
+        columns[REWARD + name] = pa.array([t.rewards.get(name) for t in trajectories], pa.float64())
+    for name in _names(trajectories, "timings"):
+        columns[TIMING + name] = pa.array([t.timings.get(name) for t in trajectories], pa.float64())
+    for name in _names(trajectories, "scores"):
+        columns[SCORE + name] = _list_column([t.scores.get(name) for t in trajectories], np.float32)
     return pa.table(columns, schema=schema)
 
 

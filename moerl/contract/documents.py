@@ -103,9 +103,8 @@ class _Look:
 
     def _behind_text(self, start: int, size: int) -> int:
         if size > MAX_TEXT_BYTES:
-            raise ContractError(
-                Reason.TEXT_TOO_LONG, field="document", seen=f"{size} bytes", expected=f"at most {MAX_TEXT_BYTES}"
-            )
+            seen, expected = f"{size} bytes", f"at most {MAX_TEXT_BYTES}"
+            raise ContractError(Reason.TEXT_TOO_LONG, field="document", seen=seen, expected=expected)
         return start + size
 
     def _behind_map(self, offset: int, num_pairs: int, depth: int) -> int:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moerl.contract.demands import shown
+from moerl.contract.demands import demand, shown
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import ContractError
 
 DISK_SCHEMA_VERSION = "2"
 VERSION_KEY = b"moerl.schema_version"
@@ -81,21 +80,19 @@ ARRAYS: dict[str, tuple[tuple[pa.DataType, ...], Callable[[Trajectory], np.ndarr
 REQUIRED = (*SCALARS, "turns", *ARRAYS)
 
 
+_TYPES: dict[str, tuple[pa.DataType, ...]] = {
+    **{name: (dtype,) for name, (dtype, _) in SCALARS.items()},
+    **{name: tuple(map(pa.list_, dtypes)) for name, (dtypes, _) in ARRAYS.items()},
+    **dict.fromkeys(TEXTS, (pa.string(),)),
+    "turns": (pa.list_(TURN),),
+    SPANS: (pa.list_(SPAN),),
+}
+_TYPES_BY_PREFIX = {REWARD: pa.float64(), TIMING: pa.float64(), SCORE: pa.list_(pa.float32())}
+
+
 def types_of(name: str) -> tuple[pa.DataType, ...]:
     """Returns the types that a column of this name may have; none if there is no such column."""
-    if name in SCALARS:
-        return (SCALARS[name][0],)
-    if name in ARRAYS:
-        return tuple(pa.list_(each) for each in ARRAYS[name][0])
-    if name == "turns":
-        return (pa.list_(TURN),)
-    if name == SPANS:
-        return (pa.list_(SPAN),)
-    if name in TEXTS:
-        return (pa.string(),)
-    if name.startswith((REWARD, TIMING)):
-        return (pa.float64(),)
-    return (pa.list_(pa.float32()),) if name.startswith(SCORE) else ()
+    return _TYPES.get(name) or tuple(dtype for prefix, dtype in _TYPES_BY_PREFIX.items() if name.startswith(prefix))
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -105,18 +102,12 @@ def check_columns(schema: pa.Schema) -> None:
         ContractError: `missing_field`, `duplicate_field`, `unknown_field` or `wrong_type`.
     """
     names = schema.names
+    listed = ", ".join(map(shown, names))
     for name in REQUIRED:
-        if name not in names:
-            raise ContractError(
-                Reason.MISSING_FIELD, field=name, seen=", ".join(map(shown, names)), expected="a column"
-            )
+        demand(name in names, Reason.MISSING_FIELD, name, listed, "a column")
     for name in names:
         wanted = types_of(name)
-        if not wanted:
-            raise ContractError(Reason.UNKNOWN_FIELD, field="columns", seen=shown(name), expected="columns of a dump")
-        if names.count(name) > 1:
-            raise ContractError(Reason.DUPLICATE_FIELD, field="columns", seen=shown(name), expected="each column once")
-        if schema.field(name).type not in wanted:
-            raise ContractError(
-                Reason.WRONG_TYPE, field=name, seen=schema.field(name).type, expected=" or ".join(map(str, wanted))
-            )
+        demand(wanted, Reason.UNKNOWN_FIELD, "columns", shown(name), "columns of a dump")
+        demand(names.count(name) == 1, Reason.DUPLICATE_FIELD, "columns", shown(name), "each column once")
+        kind = schema.field(name).type
+        demand(kind in wanted, Reason.WRONG_TYPE, name, kind, " or ".join(map(str, wanted)))

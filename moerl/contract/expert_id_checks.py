@@ -31,21 +31,12 @@ def check_expert_ids(trajectory: TrajectoryFields) -> None:
     """
     expert_ids, routed, spec = trajectory.expert_ids, trajectory.routed, trajectory.spec
     if int(expert_ids.max()) >= spec.num_experts:
-        refuse_where(
-            expert_ids >= spec.num_experts,
-            Reason.EXPERT_ID_OUT_OF_RANGE,
-            field="expert_ids",
-            values=expert_ids,
-            expected=f"in [0, {spec.num_experts})",
-        )
+        rule = expert_ids >= spec.num_experts, Reason.EXPERT_ID_OUT_OF_RANGE, f"in [0, {spec.num_experts})"
+        refuse_where("expert_ids", expert_ids, rule)
     if not routed.all():
-        refuse_where(
-            ~routed & expert_ids.any(axis=(1, 2)),
-            Reason.UNROUTED_ROW_NOT_ZERO,
-            field="expert_ids",
-            values=routed,
-            expected="zeros in rows that were not captured",
-        )
+        filled = ~routed & expert_ids.any(axis=(1, 2))
+        rule = filled, Reason.UNROUTED_ROW_NOT_ZERO, "zeros in rows that were not captured"
+        refuse_where("expert_ids", routed, rule)
         expert_ids = expert_ids[routed]
     if expert_ids.size and not rows_are_distinct(expert_ids):
         _explain_repeats(expert_ids, np.flatnonzero(routed))
@@ -71,18 +62,11 @@ def _explain_repeats(expert_ids: NDArray[Any], row_of: NDArray[np.int64]) -> Non
     """Raises for routed rows that repeat an expert; `row_of` maps rows of `expert_ids` to rows of the trajectory."""
     zero_layers = np.flatnonzero(~expert_ids.any(axis=(0, 2)))
     if len(zero_layers):
-        raise ContractError(
-            Reason.MOE_LAYER_OF_ZEROS,
-            field="expert_ids",
-            seen=f"MoE layer {zero_layers[0]} holds expert 0 alone ({len(zero_layers)} such layers)",
-            expected="captured routing for every MoE layer",
-        )
+        seen = f"MoE layer {zero_layers[0]} holds expert 0 alone ({len(zero_layers)} such layers)"
+        expected = "captured routing for every MoE layer"
+        raise ContractError(Reason.MOE_LAYER_OF_ZEROS, field="expert_ids", seen=seen, expected=expected)
     in_order = np.sort(expert_ids, axis=2)
     repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2)
     row, layer = (int(i) for i in np.unravel_index(int(repeated.argmax()), repeated.shape))
-    raise ContractError(
-        Reason.REPEATED_EXPERT,
-        field="expert_ids",
-        seen=f"{expert_ids[row, layer].tolist()} in row {row_of[row]}, MoE layer {layer}",
-        expected="distinct experts in a row",
-    )
+    seen = f"{expert_ids[row, layer].tolist()} in row {row_of[row]}, MoE layer {layer}"
+    raise ContractError(Reason.REPEATED_EXPERT, field="expert_ids", seen=seen, expected="distinct experts in a row")

@@ -54,22 +54,19 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     def error(self, rank: int, command: str) -> MoerlError:
         """Returns the same error, which names the rank."""
-        error = self._error(rank, command)
+        seen = f"rank {rank}: {self.seen}" if self.seen is not None else f"rank {rank}"
+        expected, remedy = self.expected, self.remedy
+        known = {each.__name__: each for each in (MoerlError, UnprovedError, *MoerlError.__subclasses__())}
+        kind = known.get(self.kind)
+        if kind is None:
+            error = TrainerError(f"rank {rank} failed in {command!r}", seen=self.what)
+        elif kind is ContractError:
+            error = ContractError(self.reason, field=self.field, seen=seen, expected=expected, remedy=remedy)
+        elif kind is UnprovedError:
+            index = self.microbatch
+            error = UnprovedError(self.what, seen=self.seen, expected=expected, remedy=remedy, microbatch=index)
+        else:
+            error = kind(self.what, seen=self.seen if kind is ReplayError else seen, expected=expected, remedy=remedy)
         for note in self.notes:
             error.add_note(note)
         return error
-
-    def _error(self, rank: int, command: str) -> MoerlError:
-        seen = f"rank {rank}: {self.seen}" if self.seen is not None else f"rank {rank}"
-        if self.kind == ContractError.__name__:
-            return ContractError(self.reason, field=self.field, seen=seen, expected=self.expected, remedy=self.remedy)
-        if self.kind in (UnprovedError.__name__, ReplayError.__name__):
-            if self.kind == ReplayError.__name__:
-                return ReplayError(self.what, seen=self.seen, expected=self.expected, remedy=self.remedy)
-            return UnprovedError(
-                self.what, seen=self.seen, expected=self.expected, remedy=self.remedy, microbatch=self.microbatch
-            )
-        known = {each.__name__: each for each in (MoerlError, *MoerlError.__subclasses__())}
-        if self.kind in known:
-            return known[self.kind](self.what, seen=seen, expected=self.expected, remedy=self.remedy)
-        return TrainerError(f"rank {rank} failed in {command!r}", seen=self.what)

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from moerl.errors import MoerlError, ending, undoing
@@ -15,8 +15,7 @@ from moerl.errors import MoerlError, ending, undoing
 _MEND = "make room, or mend what is named, and go on from the last checkpoint"
 
 
-@contextmanager
-def writing(path: Path, remedy: str = _MEND) -> Iterator[None]:
+def writing(path: Path, remedy: str = _MEND) -> AbstractContextManager[None]:
     """Names the file or folder that could not be written, in place of an error of the operating system.
 
     Args:
@@ -25,33 +24,25 @@ def writing(path: Path, remedy: str = _MEND) -> Iterator[None]:
     Raises:
         MoerlError: the file system refused.
     """
-    try:
-        yield
-    except OSError as error:
-        raise MoerlError(
-            f"cannot write {path}",
-            seen=error.strerror or str(error),
-            expected="room and the right to write there",
-            remedy=remedy,
-        ) from error
+    return _naming(f"cannot write {path}", "room and the right to write there", remedy)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> AbstractContextManager[None]:
     """Names the file that could not be read, in place of an error of the operating system.
 
     Raises:
         MoerlError: the file system refused.
     """
+    remedy = "mend what is named, or restore the file from a copy"
+    return _naming(f"cannot read {path}", "a file that this process may read", remedy)
+
+
+@contextmanager
+def _naming(what: str, expected: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MoerlError(
-            f"cannot read {path}",
-            seen=error.strerror or str(error),
-            expected="a file that this process may read",
-            remedy="mend what is named, or restore the file from a copy",
-        ) from error
+        raise MoerlError(what, seen=error.strerror or str(error), expected=expected, remedy=remedy) from error
 
 
 @contextmanager

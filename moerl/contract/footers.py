@@ -98,9 +98,9 @@ def read_footer(data: bytes) -> Footer:
         file = _Thrift(data[-8 - size : -8]).struct(0)
         leaves = [each for each in _structs(file.get(2, [])) if 1 in each]
         return Footer(
-            num_rows=_integer(file[3]),
+            num_rows=_typed(int, file[3]),
             row_groups=tuple(_row_group(each, leaves) for each in _structs(file[4])),
-            metadata={_bytes(each[1]): _bytes(each.get(2, b"")) for each in _structs(file.get(5, []))},
+            metadata={_typed(bytes, each[1]): _typed(bytes, each.get(2, b"")) for each in _structs(file.get(5, []))},
         )
     except (KeyError, IndexError) as error:
         raise ValueError(f"the footer lacks {error}") from error
@@ -139,15 +139,15 @@ def _measured(stream: BinaryIO, column: ColumnChunk, file_bytes: int) -> ColumnC
     try:
         while num_values < column.num_values:
             header, header_bytes = _page_header(stream, at, end)
-            kind, page_bytes = _integer(header[1]), _integer(header[2])
+            kind, page_bytes = _typed(int, header[1]), _typed(int, header[2])
             unpacked += page_bytes
-            at += header_bytes + _integer(header[3])
+            at += header_bytes + _typed(int, header[3])
             if kind in _DATA_PAGES:
                 field, encoding = _DATA_PAGES[kind]
                 (data,) = _structs([header[field]])
-                values = _integer(data[1])
+                values = _typed(int, data[1])
                 num_values += values
-                coded_values += values if _integer(data[encoding]) in _CODED else 0
+                coded_values += values if _typed(int, data[encoding]) in _CODED else 0
             elif kind == _DICTIONARY_PAGE:
                 dictionary = page_bytes
     except (KeyError, IndexError) as error:
@@ -178,51 +178,41 @@ def _row_group(fields: dict[int, Any], leaves: Sequence[dict[int, Any]]) -> RowG
     columns = [each[3] for each in _structs(fields[1])]
     if len(columns) != len(leaves):
         raise ValueError(f"the footer has {len(columns)} columns in a row group, and {len(leaves)} in its schema")
-    return RowGroup(_integer(fields[3]), tuple(map(_column_chunk, columns, leaves)))
+    return RowGroup(_typed(int, fields[3]), tuple(map(_column_chunk, columns, leaves)))
 
 
 def _column_chunk(fields: Any, leaf: dict[int, Any]) -> ColumnChunk:
     (fields,) = _structs([fields])
-    path = [_bytes(name).decode() for name in _list(fields[3])]
+    path = [_typed(bytes, name).decode() for name in _typed(list, fields[3])]
     decimal = leaf.get(6) == _DECIMAL or (type(logical := leaf.get(10)) is dict and _LOGICAL_DECIMAL in logical)
-    kind, pages, dictionary = _integer(fields[1]), _integer(fields[9]), _integer(fields.get(11, 0))
+    kind, pages, dictionary = _typed(int, fields[1]), _typed(int, fields[9]), _typed(int, fields.get(11, 0))
     return ColumnChunk(
         path=".".join(path),
         root=path[0],
         physical_type=kind,
         is_text=kind == _BYTE_ARRAY and not decimal,
-        width=_DECIMAL_BYTES if decimal else _integer(leaf[2]) if kind == _FIXED else 0,
-        encodings=frozenset(_integer(each) for each in _list(fields[2])),
-        num_values=_integer(fields[5]),
-        uncompressed_bytes=_integer(fields[6]),
+        width=_DECIMAL_BYTES if decimal else _typed(int, leaf[2]) if kind == _FIXED else 0,
+        encodings=frozenset(_typed(int, each) for each in _typed(list, fields[2])),
+        num_values=_typed(int, fields[5]),
+        uncompressed_bytes=_typed(int, fields[6]),
         start=dictionary if 0 < dictionary < pages else pages,
-        packed_bytes=_integer(fields[7]),
+        packed_bytes=_typed(int, fields[7]),
     )
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError("the footer lacks a number that should be there")
-    return value
+_KINDS: dict[type[Any], str] = {int: "number", bytes: "text", list: "list", dict: "struct"}
 
 
-def _bytes(value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise ValueError("the footer lacks a text that should be there")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError("the footer lacks a list that should be there")
+def _typed[T](kind: type[T], value: Any) -> T:
+    """Returns a value, which must be of this kind; a number must not be negative."""
+    number: Any = value
+    if type(value) is not kind or (kind is int and number < 0):
+        raise ValueError(f"the footer lacks a {_KINDS[kind]} that should be there")
     return value
 
 
 def _structs(value: Any) -> Iterator[dict[int, Any]]:
-    for each in _list(value):
-        if type(each) is not dict:
-            raise ValueError("the footer lacks a struct that should be there")
-        yield each
+    return (_typed(dict, each) for each in _typed(list, value))
 
 
 class _Thrift:

@@ -19,6 +19,7 @@ from enum import IntEnum
 
 import zstandard
 
+from moerl.contract.demands import demand
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
@@ -84,22 +85,12 @@ def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIM
         ContractError: `frame_too_large`, `frame_truncated`, `frame_corrupt`, `schema_version_unknown` or
             `frame_kind_wrong`.
     """
-    if len(frame) > limits.max_frame_bytes:
-        raise ContractError(
-            Reason.FRAME_TOO_LARGE, field="frame", seen=len(frame), expected=f"at most {limits.max_frame_bytes} bytes"
-        )
-    if len(frame) < HEADER_BYTES:
-        raise ContractError(
-            Reason.FRAME_TRUNCATED, field="frame", seen=len(frame), expected=f"at least {HEADER_BYTES} bytes"
-        )
-    payload_bytes, body = _check_header(frame, kind)
-    if payload_bytes > limits.max_payload_bytes:
-        raise ContractError(
-            Reason.FRAME_TOO_LARGE,
-            field="payload_bytes",
-            seen=payload_bytes,
-            expected=f"at most {limits.max_payload_bytes} bytes",
-        )
+    size, most = len(frame), limits.max_frame_bytes
+    demand(size <= most, Reason.FRAME_TOO_LARGE, "frame", size, f"at most {most} bytes")
+    demand(size >= HEADER_BYTES, Reason.FRAME_TRUNCATED, "frame", size, f"at least {HEADER_BYTES} bytes")
+    payload_bytes, body = _check_header(memoryview(frame), kind)
+    most = limits.max_payload_bytes
+    demand(payload_bytes <= most, Reason.FRAME_TOO_LARGE, "payload_bytes", payload_bytes, f"at most {most} bytes")
     return _decompress(body, payload_bytes)
 
 
@@ -117,28 +108,17 @@ def _crcs(frame: memoryview) -> tuple[int, int]:
     return stated, zlib.crc32(frame[HEADER_BYTES:], zlib.crc32(frame[: _PREFIX.size]))
 
 
-def _check_header(frame: bytes, kind: FrameKind) -> tuple[int, memoryview]:
-    view = memoryview(frame)
-    magic, version, kind_seen, payload_bytes, body_bytes = _PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise ContractError(Reason.FRAME_CORRUPT, field="magic", seen=magic, expected=MAGIC)
-    if version != SCHEMA_VERSION:
-        raise ContractError(
-            Reason.SCHEMA_VERSION_UNKNOWN,
-            field="schema_version",
-            seen=version,
-            expected=SCHEMA_VERSION,
-            remedy="run the same moerl version on both sides",
-        )
-    body = view[HEADER_BYTES:]
-    if len(body) != body_bytes:
-        reason = Reason.FRAME_TRUNCATED if len(body) < body_bytes else Reason.FRAME_CORRUPT
-        raise ContractError(reason, field="body", seen=len(body), expected=f"{body_bytes} bytes")
-    crc_seen, crc = _crcs(view)
-    if crc_seen != crc:
-        raise ContractError(Reason.FRAME_CORRUPT, field="crc", seen=f"{crc_seen:08x}", expected=f"{crc:08x}")
-    if kind_seen != kind:
-        raise ContractError(Reason.FRAME_KIND_WRONG, field="kind", seen=kind_seen, expected=f"{kind} ({kind.name})")
+def _check_header(frame: memoryview, kind: FrameKind) -> tuple[int, memoryview]:
+    magic, version, kind_seen, payload_bytes, body_bytes = _PREFIX.unpack_from(frame)
+    demand(magic == MAGIC, Reason.FRAME_CORRUPT, "magic", magic, MAGIC)
+    is_known, remedy = version == SCHEMA_VERSION, "run the same moerl version on both sides"
+    demand(is_known, Reason.SCHEMA_VERSION_UNKNOWN, "schema_version", version, SCHEMA_VERSION, remedy=remedy)
+    body = frame[HEADER_BYTES:]
+    reason = Reason.FRAME_TRUNCATED if len(body) < body_bytes else Reason.FRAME_CORRUPT
+    demand(len(body) == body_bytes, reason, "body", len(body), f"{body_bytes} bytes")
+    crc_seen, crc = _crcs(frame)
+    demand(crc_seen == crc, Reason.FRAME_CORRUPT, "crc", f"{crc_seen:08x}", f"{crc:08x}")
+    demand(kind_seen == kind, Reason.FRAME_KIND_WRONG, "kind", kind_seen, f"{kind} ({kind.name})")
     return payload_bytes, body
 
 
@@ -146,13 +126,10 @@ def _decompress(body: memoryview, payload_bytes: int) -> bytes:
     """Decompresses into exactly `payload_bytes`; zstd's own header must declare the same size."""
     try:
         header = zstandard.get_frame_parameters(body)
-        if header.content_size != payload_bytes or not header.has_checksum:
-            raise ContractError(
-                Reason.FRAME_CORRUPT,
-                field="zstd header",
-                seen=f"content size {header.content_size}, checksum {header.has_checksum}",
-                expected=f"content size {payload_bytes}, checksum True",
-            )
+        agrees = header.content_size == payload_bytes and header.has_checksum
+        seen = f"content size {header.content_size}, checksum {header.has_checksum}"
+        expected = f"content size {payload_bytes}, checksum True"
+        demand(agrees, Reason.FRAME_CORRUPT, "zstd header", seen, expected)
         decompressor = zstandard.ZstdDecompressor()
         return decompressor.decompress(body, max_output_size=payload_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:

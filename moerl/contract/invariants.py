@@ -16,6 +16,7 @@ from moerl.contract.demands import (
     INT32_MAX,
     INT64_MAX,
     MAX_NAMES,
+    demand,
     demand_range,
     demand_text,
     demand_type,
@@ -116,13 +117,9 @@ def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
     Raises:
         ContractError: `version_from_the_future`.
     """
-    refuse_where(
-        trajectory.policy_versions > trainer_version,
-        Reason.VERSION_FROM_THE_FUTURE,
-        field="policy_versions",
-        values=trajectory.policy_versions,
-        expected=f"at most the trainer's version {trainer_version}",
-    )
+    versions = trajectory.policy_versions
+    expected = f"at most the trainer's version {trainer_version}"
+    refuse_where("policy_versions", versions, (versions > trainer_version, Reason.VERSION_FROM_THE_FUTURE, expected))
 
 
 def _check_types(trajectory: TrajectoryFields) -> None:
@@ -151,20 +148,13 @@ def _check_lineage(trajectory: TrajectoryFields) -> None:
     for name in ("rollout_id", "prompt_id", "group_id"):
         value = getattr(lineage, name)
         demand_text(value, f"lineage.{name}")
-        if not value:
-            raise ContractError(
-                Reason.LINEAGE_INCOMPLETE, field=f"lineage.{name}", seen="''", expected="a non-empty id"
-            )
+        demand(value, Reason.LINEAGE_INCOMPLETE, f"lineage.{name}", "''", "a non-empty id")
     for name in ("episode_id", "agent_id", "parent_rollout_id"):
         demand_text(getattr(lineage, name), f"lineage.{name}")
     demand_range(lineage.fork_at, -1, INT32_MAX, "lineage.fork_at")
-    if (lineage.fork_at >= 0) != bool(lineage.parent_rollout_id):
-        raise ContractError(
-            Reason.LINEAGE_INCOMPLETE,
-            field="lineage.fork_at",
-            seen=f"fork_at={shown(lineage.fork_at)}, parent_rollout_id={lineage.parent_rollout_id!r}",
-            expected="both for a fork, neither otherwise",
-        )
+    agree = (lineage.fork_at >= 0) == bool(lineage.parent_rollout_id)
+    seen = f"fork_at={lineage.fork_at}, parent_rollout_id={lineage.parent_rollout_id!r}"
+    demand(agree, Reason.LINEAGE_INCOMPLETE, "lineage.fork_at", seen, "both for a fork, neither otherwise")
 
 
 def _check_named_values(trajectory: TrajectoryFields) -> None:
@@ -177,29 +167,19 @@ def _check_named_values(trajectory: TrajectoryFields) -> None:
 
 
 def _demand_few_names(values: dict[str, Any], group: str) -> None:
-    if len(values) > MAX_NAMES:
-        raise ContractError(
-            Reason.TOO_MANY_NAMES, field=group, seen=f"{len(values)} names", expected=f"at most {MAX_NAMES}"
-        )
+    demand(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
 
 
 def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
     for name, value in values.items():
         demand_text(name, f"{group} name")
-        if not is_number(value):
-            raise ContractError(
-                Reason.WRONG_TYPE, field=f"{group}[{name!r}]", seen=type(value).__name__, expected="a number"
-            )
-        if not is_finite(value):
-            raise ContractError(
-                Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=shown(value), expected="a finite number"
-            )
+        field = f"{group}[{name!r}]"
+        demand(is_number(value), Reason.WRONG_TYPE, field, type(value).__name__, "a number")
+        demand(is_finite(value), Reason.VALUE_NOT_FINITE, field, shown(value), "a finite number")
 
 
 def _demand_finite_score(name: str, score: NDArray[np.float32]) -> None:
-    refuse_where(
-        ~np.isfinite(score), Reason.VALUE_NOT_FINITE, field=f"scores[{name!r}]", values=score, expected="finite"
-    )
+    refuse_where(f"scores[{name!r}]", score, (~np.isfinite(score), Reason.VALUE_NOT_FINITE, "finite"))
 
 
 def _check_layout(trajectory: TrajectoryFields) -> None:
@@ -208,10 +188,7 @@ def _check_layout(trajectory: TrajectoryFields) -> None:
     spec = trajectory.spec
     _demand_array(trajectory.token_ids, _INT32, (None,), "token_ids")
     num_tokens = len(trajectory.token_ids)
-    if num_tokens < 2:
-        raise ContractError(
-            Reason.TOO_SHORT, field="token_ids", seen=num_tokens, expected="a prompt token and a sampled token"
-        )
+    demand(num_tokens >= 2, Reason.TOO_SHORT, "token_ids", num_tokens, "a prompt token and a sampled token")
     for name, dtype in _PER_TOKEN:
         _demand_array(getattr(trajectory, name), dtype, (num_tokens,), name)
     rows = num_tokens - 1
@@ -227,34 +204,22 @@ def _check_layout(trajectory: TrajectoryFields) -> None:
 def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
     """Refuses a value that is no array of this dtype and shape; `shape` may be (None,): one axis of any length."""
     demand_type(value, np.ndarray, name)
-    if value.dtype != dtype:
-        raise ContractError(Reason.WRONG_DTYPE, field=name, seen=value.dtype, expected=dtype)
+    demand(value.dtype == dtype, Reason.WRONG_DTYPE, name, value.dtype, dtype)
     agrees = value.shape == shape or (shape == (None,) and value.ndim == 1)
-    if not agrees:
-        raise ContractError(Reason.WRONG_SHAPE, field=name, seen=value.shape, expected=shape)
+    demand(agrees, Reason.WRONG_SHAPE, name, value.shape, shape)
 
 
 def _check_tokens(trajectory: TrajectoryFields) -> None:
     token_ids, sampled = trajectory.token_ids, trajectory.sampled
     vocab_size = trajectory.spec.vocab_size
-    refuse_where(
-        (token_ids < 0) | (token_ids >= vocab_size),
-        Reason.TOKEN_ID_OUT_OF_RANGE,
-        field="token_ids",
-        values=token_ids,
-        expected=f"in [0, {vocab_size})",
-    )
-    if sampled[0]:
-        raise ContractError(Reason.FIRST_TOKEN_SAMPLED, field="sampled", seen="sampled[0] is True", expected=False)
-    if not sampled.any():
-        raise ContractError(Reason.NOTHING_SAMPLED, field="sampled", seen=0, expected="at least one sampled token")
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    refuse_where("token_ids", token_ids, (outside, Reason.TOKEN_ID_OUT_OF_RANGE, f"in [0, {vocab_size})"))
+    demand(not sampled[0], Reason.FIRST_TOKEN_SAMPLED, "sampled", "sampled[0] is True", False)
+    demand(sampled.any(), Reason.NOTHING_SAMPLED, "sampled", 0, "at least one sampled token")
     if not sampled[-1]:
-        raise ContractError(
-            Reason.NOT_TRIMMED,
-            field="sampled",
-            seen=f"the last sampled token is {int(np.flatnonzero(sampled)[-1])} of {len(sampled)}",
-            expected="nothing after the last sampled token",
-        )
+        seen = f"the last sampled token is {int(np.flatnonzero(sampled)[-1])} of {len(sampled)}"
+        expected = "nothing after the last sampled token"
+        raise ContractError(Reason.NOT_TRIMMED, field="sampled", seen=seen, expected=expected)
     for name, score in trajectory.scores.items():
         _demand_finite_score(name, score)
 
@@ -265,38 +230,22 @@ def _check_turns(trajectory: TrajectoryFields) -> None:
         name = f"turns[{index}]"
         contiguous = is_int(turn.start) and is_int(turn.end) and turn.start == position < turn.end
         if not contiguous:
-            raise ContractError(
-                Reason.TURNS_DO_NOT_COVER,
-                field=name,
-                seen=f"[{shown(turn.start)}, {shown(turn.end)})",
-                expected=f"a non-empty span that starts at {shown(position)}",
-            )
+            seen = f"[{shown(turn.start)}, {shown(turn.end)})"
+            expected = f"a non-empty span that starts at {shown(position)}"
+            raise ContractError(Reason.TURNS_DO_NOT_COVER, field=name, seen=seen, expected=expected)
         position = turn.end
         if (turn.sampling is not None) != (turn.kind is TurnKind.SAMPLED):
-            raise ContractError(
-                Reason.SAMPLING_MISPLACED,
-                field=f"{name}.sampling",
-                seen=f"{turn.sampling} on a turn of kind {turn.kind}",
-                expected="sampling parameters on sampled turns and only there",
-            )
+            seen = f"{turn.sampling} on a turn of kind {turn.kind}"
+            expected = "sampling parameters on sampled turns and only there"
+            raise ContractError(Reason.SAMPLING_MISPLACED, field=f"{name}.sampling", seen=seen, expected=expected)
         if turn.sampling is not None:
             _check_sampling(turn.sampling, f"{name}.sampling")
-    if position != len(trajectory):
-        raise ContractError(
-            Reason.TURNS_DO_NOT_COVER,
-            field="turns",
-            seen=f"end at {shown(position)}",
-            expected=f"end at {len(trajectory)}",
-        )
+    seen, expected = f"end at {shown(position)}", f"end at {len(trajectory)}"
+    demand(position == len(trajectory), Reason.TURNS_DO_NOT_COVER, "turns", seen, expected)
     lengths = [turn.end - turn.start for turn in trajectory.turns]
     says_sampled = np.repeat([turn.kind is TurnKind.SAMPLED for turn in trajectory.turns], lengths)
-    refuse_where(
-        says_sampled != trajectory.sampled,
-        Reason.TURN_KIND_DISAGREES,
-        field="turns",
-        values=says_sampled,
-        expected="sampled turns for exactly the tokens with `sampled` True",
-    )
+    disagrees, expected = says_sampled != trajectory.sampled, "sampled turns for exactly the tokens with `sampled` True"
+    refuse_where("turns", says_sampled, (disagrees, Reason.TURN_KIND_DISAGREES, expected))
 
 
 def _check_sampling(sampling: SamplingParams, name: str) -> None:
@@ -306,15 +255,11 @@ def _check_sampling(sampling: SamplingParams, name: str) -> None:
         "top_p": lambda x: 0.0 < x <= 1.0,
         "min_p": lambda x: 0.0 <= x < 1.0,
     }
+    expected = "temperature in [0, inf), top_p in (0, 1], min_p in [0, 1)"
     for key, holds in bounds.items():
         value = getattr(sampling, key)
-        if not is_number(value) or not is_finite(value) or not holds(value):
-            raise ContractError(
-                reason,
-                field=f"{name}.{key}",
-                seen=shown(value),
-                expected="temperature in [0, inf), top_p in (0, 1], min_p in [0, 1)",
-            )
+        inside = is_number(value) and is_finite(value) and holds(value)
+        demand(inside, reason, f"{name}.{key}", shown(value), expected)
     if sampling.top_k is not None:
         demand_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
     demand_range(sampling.seed, -INT64_MAX - 1, INT64_MAX, f"{name}.seed", reason)
@@ -322,32 +267,28 @@ def _check_sampling(sampling: SamplingParams, name: str) -> None:
 
 def _check_logprobs(trajectory: TrajectoryFields) -> None:
     logprobs, logmass, sampled = trajectory.rollout_logprobs, trajectory.kept_logmass, trajectory.sampled
-
-    def demand(bad: NDArray[np.bool_], reason: Reason, field: str, expected: str) -> None:
-        refuse_where(bad, reason, field=field, values=getattr(trajectory, field), expected=expected)
-
-    demand(~np.isfinite(logprobs), Reason.LOGPROB_NOT_FINITE, "rollout_logprobs", "finite")
-    demand(logprobs > 0, Reason.LOGPROB_POSITIVE, "rollout_logprobs", "at most 0")
-    demand(~sampled & (logprobs != 0), Reason.LOGPROB_NOT_ZERO, "rollout_logprobs", "0 on a token that was not sampled")
-    demand(~np.isfinite(logmass), Reason.KEPT_MASS_NOT_FINITE, "kept_logmass", "finite")
-    demand(logmass > 0, Reason.KEPT_MASS_POSITIVE, "kept_logmass", "at most 0")
+    refuse_where(
+        "rollout_logprobs",
+        logprobs,
+        (~np.isfinite(logprobs), Reason.LOGPROB_NOT_FINITE, "finite"),
+        (logprobs > 0, Reason.LOGPROB_POSITIVE, "at most 0"),
+        (~sampled & (logprobs != 0), Reason.LOGPROB_NOT_ZERO, "0 on a token that was not sampled"),
+    )
     uncut = ~trajectory.truncated & (logmass != 0)
-    demand(uncut, Reason.KEPT_MASS_NOT_ZERO, "kept_logmass", "0 on a token for which nothing was cut")
+    refuse_where(
+        "kept_logmass",
+        logmass,
+        (~np.isfinite(logmass), Reason.KEPT_MASS_NOT_FINITE, "finite"),
+        (logmass > 0, Reason.KEPT_MASS_POSITIVE, "at most 0"),
+        (uncut, Reason.KEPT_MASS_NOT_ZERO, "0 on a token for which nothing was cut"),
+    )
 
 
 def _check_version_values(trajectory: TrajectoryFields) -> None:
     versions, sampled = trajectory.policy_versions, trajectory.sampled
     refuse_where(
-        sampled & (versions < 0),
-        Reason.VERSION_NEGATIVE,
-        field="policy_versions",
-        values=versions,
-        expected="at least 0 on a sampled token",
-    )
-    refuse_where(
-        ~sampled & (versions != -1),
-        Reason.VERSION_NOT_SAMPLED,
-        field="policy_versions",
-        values=versions,
-        expected="-1 on a token that was not sampled",
+        "policy_versions",
+        versions,
+        (sampled & (versions < 0), Reason.VERSION_NEGATIVE, "at least 0 on a sampled token"),
+        (~sampled & (versions != -1), Reason.VERSION_NOT_SAMPLED, "-1 on a token that was not sampled"),
     )

@@ -34,7 +34,7 @@ def seal(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir() if path.name != SEAL)
     for path in files:
         sync(path)
-    listed = dict(zip((path.name for path in files), map(_facts, files, _hashes(files)), strict=True))
+    listed = {path.name: _Facts(path.stat().st_size, found) for path, found in zip(files, _hashes(files), strict=True)}
     (folder / SEAL).write_bytes(msgspec.json.format(msgspec.json.encode(_Seal(listed)), indent=1))
     sync(folder / SEAL)
     sync(folder)
@@ -68,10 +68,6 @@ def _find_damage(folder: Path) -> str | None:
         if found != listed[name].blake2b:
             return f"{name} does not match its hash"
     return None
-
-
-def _facts(path: Path, found: str) -> _Facts:
-    return _Facts(path.stat().st_size, found)
 
 
 def _hashes(paths: list[Path]) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.batch import Microbatch
+from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
 from moerl.contract.kept import take_kept_sets
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
@@ -62,30 +62,17 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
     num_slices, mine = layout.routing_slice
     per_slice = len(rows) // num_slices
     routing_rows = rows[mine * per_slice : (mine + 1) * per_slice]
+    per_row = ("sample_index", *INT_ROWS, *FLOAT_ROWS, *FLAG_ROWS)
     share = replace(
         batch,
-        input_ids=batch.input_ids[rows],
-        target_ids=batch.target_ids[rows],
-        position_ids=batch.position_ids[rows],
-        loss_mask=batch.loss_mask[rows],
-        is_pad=batch.is_pad[rows],
-        routed=batch.routed[rows],
-        sample_index=batch.sample_index[rows],
-        advantages=batch.advantages[rows],
-        rollout_logprobs=batch.rollout_logprobs[rows],
-        versions=batch.versions[rows],
-        temperatures=batch.temperatures[rows],
-        truncated=batch.truncated[rows],
+        **{name: getattr(batch, name)[rows] for name in per_row},
         scores={name: values[rows] for name, values in batch.scores.items()},
         expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
         routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
         kept=take_kept_sets(batch.kept, rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
     )
-    return share if layout.is_last_stage else _without_scoring(share)
-
-
-def _without_scoring(share: Microbatch) -> Microbatch:
-    """Returns the share of a rank without the head, which scores nothing."""
+    if layout.is_last_stage:
+        return share
     zeros_t = np.zeros(share.num_rows, np.float32)
     return replace(
         share,

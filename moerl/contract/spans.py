@@ -37,12 +37,7 @@ class ReadableSpan:
 
 def is_of_episode(trajectory: Trajectory) -> bool:
     """Returns whether a trajectory has several sampled turns, or is one of several sessions of its episode."""
-    return bool(trajectory.lineage.episode_id) or num_turns(trajectory) > 1
-
-
-def num_turns(trajectory: Trajectory) -> int:
-    """Returns the number of sampled turns."""
-    return sum(turn.kind is TurnKind.SAMPLED for turn in trajectory.turns)
+    return bool(trajectory.lineage.episode_id) or len(trajectory.sampled_turns) > 1
 
 
 def turn_numbers(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int64]]:
@@ -106,12 +101,11 @@ def _spans(
 def _texts(ids: Sequence[int], cuts: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Returns the text of ids in parts, which add up to it: a character whose tokens are cut is in the later part."""
     whole = decode(ids)
-    places = [_num_equal(decode(ids[:cut]), whole) for cut in cuts]
+    places = [num_equal(decode(ids[:cut]), whole) for cut in cuts]
     return [whole[a:b] for a, b in zip([0, *places], [*places, len(whole)], strict=True)]
 
 
-def _num_equal(text: str, whole: str) -> int:
-    """Returns the number of characters at the start that two texts share."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), min(len(text), len(whole))
-    )
+def num_equal(some: Sequence[object], others: Sequence[object]) -> int:
+    """Returns the number of elements at the start, such as characters, that two sequences share."""
+    differing = (place for place, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
+    return next(differing, min(len(some), len(others)))

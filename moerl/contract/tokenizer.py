@@ -66,7 +66,9 @@ def encode_checked(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if decoded != _normalised(tokenizer, text):
+    # Some tokenizers normalise what they are given, by Unicode NFC for example.
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if decoded != (text if normalizer is None else normalizer.normalize_str(text)):
         lost = sorted(set(text) - set(decoded))
         raise ConfigError(
             f"the tokenizer cannot represent a text ({len(text)} characters)",
@@ -75,10 +77,3 @@ def encode_checked(tokenizer: Tokenizer, text: str) -> list[int]:
             remedy="clean the text, or start from a model whose tokenizer knows these characters (model.path)",
         )
     return ids
-
-
-def _normalised(tokenizer: Tokenizer, text: str) -> str:
-    """Returns the text as the tokenizer's own normaliser (Unicode NFC in some models) writes it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = getattr(backend, "normalizer", None)
-    return text if normalizer is None else normalizer.normalize_str(text)

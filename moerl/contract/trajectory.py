@@ -14,32 +14,17 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.fields import (
-    MAX_KEPT_IDS,
-    TURN_REWARDS,
-    FinishReason,
-    KeptSets,
-    Lineage,
-    ModelSpec,
-    SamplingParams,
-    TrajectoryFields,
-    Turn,
-    TurnKind,
-)
+from moerl.contract.fields import MAX_KEPT_IDS as MAX_KEPT_IDS
+from moerl.contract.fields import TURN_REWARDS as TURN_REWARDS
+from moerl.contract.fields import FinishReason as FinishReason
+from moerl.contract.fields import KeptSets as KeptSets
+from moerl.contract.fields import Lineage as Lineage
+from moerl.contract.fields import ModelSpec as ModelSpec
+from moerl.contract.fields import SamplingParams as SamplingParams
+from moerl.contract.fields import TrajectoryFields
+from moerl.contract.fields import Turn as Turn
+from moerl.contract.fields import TurnKind as TurnKind
 from moerl.contract.invariants import check_rewards, check_scores, check_trajectory
-
-__all__ = [
-    "MAX_KEPT_IDS",
-    "TURN_REWARDS",
-    "FinishReason",
-    "KeptSets",
-    "Lineage",
-    "ModelSpec",
-    "SamplingParams",
-    "Trajectory",
-    "Turn",
-    "TurnKind",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,6 +32,7 @@ from moerl.contract.array_codec import (
     read_kept_ids,
     read_runs,
 )
+from moerl.contract.demands import demand
 from moerl.contract.documents import check_document
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.ports import RolloutRecord
@@ -178,45 +179,28 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     Raises:
         ContractError: `spec_mismatch`, the trajectories are not all of one model.
     """
+    spec = trajectories[0].spec if trajectories else None
+    for trajectory in trajectories:
+        demand(trajectory.spec == spec, Reason.SPEC_MISMATCH, "spec", trajectory.spec, spec)
     message = TrajectoriesMessage(
-        spec=common_spec(trajectories), trajectories=[to_message(trajectory) for trajectory in trajectories]
+        spec=SpecMessage(**dataclasses.asdict(spec)) if spec else None,
+        trajectories=[_message(trajectory) for trajectory in trajectories],
     )
-    return seal(message, trajectories)
+    return seal(message, [trajectory.expert_ids for trajectory in trajectories], FrameKind.TRAJECTORIES)
 
 
-def seal(message: WireStruct, trajectories: Sequence[Trajectory]) -> bytes:
-    """Returns a frame of a document and the expert ids of its trajectories."""
+def seal(message: WireStruct, expert_ids: Sequence[np.ndarray], kind: FrameKind) -> bytes:
+    """Returns a frame of a document and the expert ids that belong to it."""
     document = _encoder.encode(message)
-    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(t.expert_ids.nbytes for t in trajectories)
+    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(ids.nbytes for ids in expert_ids)
 
     def parts() -> Iterator[bytes | memoryview]:
         yield _DOCUMENT_BYTES.pack(len(document))
         yield document
-        for trajectory in trajectories:
-            yield from expert_planes(trajectory.expert_ids)
+        for ids in expert_ids:
+            yield from expert_planes(ids)
 
-    return pack_frame(parts(), payload_bytes, FrameKind.TRAJECTORIES)
-
-
-class ExpertIds:
-    """The bytes behind a document, read trajectory by trajectory."""
-
-    def __init__(self, data: memoryview, spec: ModelSpec) -> None:
-        self._rest = data
-        self._spec = spec
-
-    def take(self, num_tokens: int) -> np.ndarray:
-        """Returns the expert ids of the next trajectory, [S-1, L, K]. Raises `array_length_wrong` if too few bytes are
-        left."""
-        spec = self._spec
-        shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
-        num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
-        data, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
-        return read_expert_planes(data, shape, spec.expert_dtype)
-
-    def finish(self) -> None:
-        """Refuses bytes that belong to no trajectory."""
-        demand_length(self._rest, 0, "expert_ids beyond the last trajectory")
+    return pack_frame(parts(), payload_bytes, kind)
 
 
 def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[Trajectory]:
@@ -234,12 +218,18 @@ def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = D
 
 def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[RolloutRecord]:
     """Does the same as `decode_trajectories`, but leaves the invariants to `Quarantine.admit`, record by record."""
-    message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder, limits)
+    message, rest = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder, limits)
     if message.trajectories:
-        check_same_spec(message.spec, spec)
-    expert_ids = ExpertIds(expert_bytes, spec)
-    records = [_to_record(item, spec, expert_ids) for item in message.trajectories]
-    expert_ids.finish()
+        if message.spec is None:
+            raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen="none", expected=spec)
+        check_spec_agrees(ModelSpec(**msgspec.structs.asdict(message.spec)), spec)
+    records: list[RolloutRecord] = []
+    for item in message.trajectories:
+        values = _values(item, rest, spec)
+        rest = rest[values["expert_ids"].nbytes :]
+        version = int(values["policy_versions"].max())
+        records.append(RolloutRecord(item.lineage.rollout_id, item.engine_id, version, values))
+    demand_length(rest, 0, "expert_ids beyond the last trajectory")
     return records
 
 
@@ -254,10 +244,8 @@ def open_sealed[Message](
     view = memoryview(payload)
     start = _DOCUMENT_BYTES.size
     end = start + (_DOCUMENT_BYTES.unpack_from(view)[0] if len(view) >= start else len(view))
-    if end > len(view):
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED, field="payload", seen=f"{len(view)} bytes", expected=f"{end} bytes or more"
-        )
+    is_there = end <= len(view)
+    demand(is_there, Reason.MESSAGE_MALFORMED, "payload", f"{len(view)} bytes", f"{end} bytes or more")
     check_document(view[start:end], limits.max_values)
     try:
         return decoder.decode(view[start:end]), view[end:]
@@ -267,41 +255,16 @@ def open_sealed[Message](
         ) from error
 
 
-def common_spec(trajectories: Sequence[Trajectory]) -> SpecMessage | None:
-    """Returns the spec that all trajectories share; None without any."""
-    if not trajectories:
-        return None
-    spec = trajectories[0].spec
-    for trajectory in trajectories:
-        if trajectory.spec != spec:
-            raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=trajectory.spec, expected=spec)
-    return SpecMessage(**dataclasses.asdict(spec))
-
-
-def check_same_spec(seen: SpecMessage | None, expected: ModelSpec) -> None:
-    """Refuses data of another model: sizes first, then the fingerprint."""
-    if seen is None:
-        raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen="none", expected=expected)
-    spec = ModelSpec(**msgspec.structs.asdict(seen))
-    check_spec_agrees(spec, expected)
-
-
 def check_spec_agrees(seen: ModelSpec, expected: ModelSpec) -> None:
     """Raises `spec_mismatch` or `fingerprint_mismatch` if two sides do not have the same model."""
     remedy = "serve the model that is trained; both sides derive the spec from the model's config and tokenizer"
-    if dataclasses.replace(seen, fingerprint=expected.fingerprint) != expected:
-        raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=seen, expected=expected, remedy=remedy)
-    if seen.fingerprint != expected.fingerprint:
-        raise ContractError(
-            Reason.FINGERPRINT_MISMATCH,
-            field="spec.fingerprint",
-            seen=repr(seen.fingerprint),
-            expected=repr(expected.fingerprint),
-            remedy=remedy,
-        )
+    has_sizes = dataclasses.replace(seen, fingerprint=expected.fingerprint) == expected
+    demand(has_sizes, Reason.SPEC_MISMATCH, "spec", seen, expected, remedy=remedy)
+    prints = repr(seen.fingerprint), repr(expected.fingerprint)
+    demand(prints[0] == prints[1], Reason.FINGERPRINT_MISMATCH, "spec.fingerprint", *prints, remedy=remedy)
 
 
-def to_message(trajectory: Trajectory) -> TrajectoryMessage:
+def _message(trajectory: Trajectory) -> TrajectoryMessage:
     """Returns a checked trajectory as its message."""
     version_values, version_lengths = pack_runs(trajectory.policy_versions)
     kept = trajectory.kept
@@ -345,26 +308,25 @@ def _turn(message: TurnMessage) -> Turn:
     return Turn(message.start, message.end, message.kind, sampling)
 
 
-def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds) -> dict[str, Any]:
+def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpec) -> dict[str, Any]:
     """Returns `Trajectory` field values by name, from a message whose array lengths all agree; does not check content.
+
+    Args:
+        expert_bytes: begin with the expert ids of this trajectory.
 
     Raises:
         ContractError: `array_length_wrong`, `turns_do_not_cover` (more turns than tokens) or `too_short`.
     """
-    num_tokens = message.num_tokens
-    if num_tokens < 2:
-        raise ContractError(Reason.TOO_SHORT, field="num_tokens", seen=num_tokens, expected="at least 2")
-    if len(message.turns) > num_tokens:
-        raise ContractError(
-            Reason.TURNS_DO_NOT_COVER,
-            field="turns",
-            seen=f"{len(message.turns)} turns",
-            expected=f"at most {num_tokens}, one for each token",
-        )
+    num_tokens, num_turns = message.num_tokens, len(message.turns)
+    demand(num_tokens >= 2, Reason.TOO_SHORT, "num_tokens", num_tokens, "at least 2")
+    few, most = num_turns <= num_tokens, f"at most {num_tokens}, one for each token"
+    demand(few, Reason.TURNS_DO_NOT_COVER, "turns", f"{num_turns} turns", most)
     # First of all: its length proves `num_tokens`, on which everything below spends memory.
     token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
     offsets = np.zeros(num_tokens + 1, np.int64)
     np.cumsum(read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes"), out=offsets[1:])
+    shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
+    num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
     return {
         "spec": spec,
         "lineage": Lineage(**msgspec.structs.asdict(message.lineage)),
@@ -374,7 +336,7 @@ def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds
         "rollout_logprobs": read_array(message.rollout_logprobs, np.float32, num_tokens, "rollout_logprobs"),
         "kept_logmass": read_array(message.kept_logmass, np.float32, num_tokens, "kept_logmass"),
         "policy_versions": read_runs(message.version_values, message.version_lengths, num_tokens, "policy_versions"),
-        "expert_ids": expert_ids.take(num_tokens),
+        "expert_ids": read_expert_planes(expert_bytes[:num_bytes], shape, spec.expert_dtype),
         "routed": read_flags(message.routed, num_tokens - 1, "routed"),
         "kept": KeptSets(offsets, read_kept_ids(message.kept_ids, offsets)),
         "truncated": read_flags(message.truncated, num_tokens, "truncated"),
@@ -387,13 +349,3 @@ def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds
         "attempt": message.attempt,
         "timings": message.timings,
     }
-
-
-def _to_record(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds) -> RolloutRecord:
-    values = to_values(message, spec, expert_ids)
-    return RolloutRecord(
-        rollout_id=message.lineage.rollout_id,
-        engine_id=message.engine_id,
-        policy_version=int(values["policy_versions"].max()),
-        values=values,
-    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moerl.contract.spans import is_of_episode, num_turns
+from moerl.contract.spans import is_of_episode
 from moerl.contract.trajectory import Trajectory, TurnKind
 from moerl.telemetry.metrics import agent_reward_metric, is_reward_name
 
@@ -29,7 +29,7 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     seconds = dict[str, tuple[float, float]]()
     for each in trajectories:
         name = each.lineage.episode
-        turns[name] += num_turns(each)
+        turns[name] += len(each.sampled_turns)
         sessions[name] += 1
         environment, sampling = seconds.get(name, (0.0, 0.0))
         seconds[name] = (

@@ -11,11 +11,14 @@ import pytest
 from factories import SPEC, make_trajectory, same_trajectory, trajectories
 from hypothesis import given, settings
 
-from moerl.contract import ContractError, ModelSpec, Reason, Trajectory, seals
 from moerl.contract import disk as disk_module
 from moerl.contract import files as files_module
+from moerl.contract import seals
 from moerl.contract.disk import read_parquet, write_parquet
 from moerl.contract.dump_columns import REQUIRED, TURN, VERSION_KEY
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.errors import ContractError
 
 RNG = np.random.default_rng(1)
 

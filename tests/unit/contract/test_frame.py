@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from moerl.contract import ContractError, Reason, WireLimits
-from moerl.contract.frame import HEADER_BYTES, MAGIC, SCHEMA_VERSION, FrameKind, pack_frame, unpack_frame
+from moerl.contract.frame import HEADER_BYTES, MAGIC, SCHEMA_VERSION, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
 
 PAYLOAD = b"routing and kept sets " * 9
 KIND = FrameKind.TRAJECTORIES

@@ -9,19 +9,11 @@ import pytest
 from factories import FULL, GREEDY, NUCLEUS, SPEC, make_trajectory, trajectories, values_of
 from hypothesis import given, settings
 
-from moerl.contract import (
-    ContractError,
-    KeptSets,
-    Lineage,
-    ModelSpec,
-    Reason,
-    SamplingParams,
-    Trajectory,
-    Turn,
-    TurnKind,
-    check_trajectory,
-)
 from moerl.contract.demands import MAX_NAMES, MAX_TEXT_BYTES
+from moerl.contract.invariants import check_trajectory
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import KeptSets, Lineage, ModelSpec, SamplingParams, Trajectory, Turn, TurnKind
+from moerl.errors import ContractError
 
 Values = dict[str, Any]
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.contract import KeptSets, concat_kept_sets, slice_kept_sets
+from moerl.contract.kept import concat_kept_sets, slice_kept_sets
+from moerl.contract.trajectory import KeptSets
 
 ROWS = st.lists(st.lists(st.integers(0, 99), unique=True, max_size=5).map(sorted), max_size=8)
 

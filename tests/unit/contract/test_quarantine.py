@@ -10,19 +10,14 @@ import pytest
 from factories import SPEC, make_trajectory
 from quarantine_records import RNG, broken, gate, only_entry, record
 
-from moerl.contract import (
-    ContractError,
-    Lineage,
-    Quarantine,
-    Reason,
-    RolloutRecord,
-    Trajectory,
-    encode_trajectories,
-    read_quarantined,
-)
 from moerl.contract import files as files_module
 from moerl.contract.frame import FrameKind, pack_frame, unpack_frame
-from moerl.errors import MoerlError
+from moerl.contract.ports import RolloutRecord
+from moerl.contract.quarantine import Quarantine, read_quarantined
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import Lineage, Trajectory
+from moerl.contract.wire import encode_trajectories
+from moerl.errors import ContractError, MoerlError
 
 
 def test_a_good_record_becomes_a_trajectory(tmp_path: Path):

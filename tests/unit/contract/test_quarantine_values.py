@@ -14,13 +14,10 @@ import pytest
 from factories import SPEC
 from quarantine_records import broken, gate, only_entry, record
 
-from moerl.contract import (
-    KeptSets,
-    Lineage,
-    Reason,
-    read_quarantined,
-)
 from moerl.contract import plain as plain_module
+from moerl.contract.quarantine import read_quarantined
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import KeptSets, Lineage
 
 
 def test_values_of_any_kind_can_be_kept(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moerl.contract import rollout_key, routing_checksums
+from moerl.contract.routing import rollout_key, routing_checksums
 
 RNG = np.random.default_rng(0)
 EXPERTS = np.ascontiguousarray(RNG.random((40, 3, 16)).argsort(axis=2)[:, :, :4].astype(np.uint8))

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from factories import SPEC, make_trajectory
 
-from moerl.contract import (
-    ContractError,
+from moerl.contract.invariants import check_versions
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
     Lineage,
     ModelSpec,
-    Reason,
     SamplingParams,
     Trajectory,
     Turn,
     TurnKind,
-    check_versions,
 )
+from moerl.errors import ContractError
 
 
 def example() -> Trajectory:

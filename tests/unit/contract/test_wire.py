@@ -14,20 +14,12 @@ from factories import SPEC, make_trajectory, same_trajectory, trajectories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.contract import (
-    ContractError,
-    Lineage,
-    ModelSpec,
-    Reason,
-    SamplingParams,
-    Trajectory,
-    WireLimits,
-    decode_records,
-    decode_trajectories,
-    encode_trajectories,
-)
 from moerl.contract import wire as wire_module
-from moerl.contract.frame import FrameKind, pack_frame, unpack_frame
+from moerl.contract.frame import FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
+from moerl.contract.wire import decode_records, decode_trajectories, encode_trajectories
+from moerl.errors import ContractError
 
 RNG = np.random.default_rng(3)
 GOOD = make_trajectory(RNG, scores={"teacher": RNG.normal(size=8).astype(np.float32)})

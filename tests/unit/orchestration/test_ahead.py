@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from moerl.contract import Trajectory
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import ReplayError
 from moerl.orchestration.ahead import Ahead
 

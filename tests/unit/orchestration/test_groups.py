@@ -14,8 +14,7 @@ from factories import SPEC
 from group_sources import BESIDE, FOLDERS, FakeCollector, answer, group_ids, source, trained
 
 from moerl.buffer.journal import Journal
-from moerl.contract import Trajectory
-from moerl.contract.trajectory import FinishReason
+from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.errors import MoerlError
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.selection import MAX_BATCHES

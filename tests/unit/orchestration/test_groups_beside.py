@@ -15,8 +15,8 @@ from group_sources import BESIDE, FOLDERS, Gate, answer, group_ids, source, trai
 from waiting import eventually
 
 from moerl.buffer.journal import Journal
-from moerl.contract import Trajectory
 from moerl.contract.ports import Taken
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import MoerlError, WeightSyncError
 
 

@@ -17,12 +17,12 @@ from policy_rows import grpo
 
 from moerl.algorithms.arrays import with_advantages
 from moerl.algorithms.policy import RewardedBatch
-from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
 from moerl.contract import trajectory as trajectory_module
 from moerl.contract.layers import LayerSelection, select_layers
-from moerl.contract.ports import EngineInfo, ReportedLayers
-from moerl.contract.quarantine import read_quarantined
+from moerl.contract.ports import EngineInfo, Prompt, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order
 from moerl.tasks.rewards import at_once
