@@ -21,7 +21,7 @@ from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Publish, ReceiverAddress, Reply
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
-from moerl.errors import WeightSyncError, undoing
+from moerl.errors import undoing
 from moerl.ranks.senders import RankSenders, RanksInTurn
 from moerl.ranks.weights import FOLDER
 from moerl.rollout.beside.engine import BesideEngine
@@ -134,12 +134,7 @@ class LedUpdates:
             return returned[0]
         if not isinstance(problem, Exception):
             raise problem
-        raise WeightSyncError(
-            f"weight update: the engine failed in {doing}",
-            seen=f"{type(problem).__name__}: {problem}",
-            expected="a whole update",
-            remedy="see to the engine; it keeps the version it had, unless it says otherwise",
-        ) from problem
+        raise self._thread.failure(doing, problem) from problem
 
     def _abandon(self) -> None:
         """Has the engine forget the update, and waits a moment for its answer: the engine may be gone, or hang.
