@@ -44,21 +44,9 @@ class TrainerGroup:
     def __init__(self, config: RankConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, RanksInTurn(ranks)
         self._updates: LedUpdates | None = None
-        self._coordinates: tuple[RankCoordinates, ...] = ()
-        self._notes: tuple[str, ...] = ()
-        self._shares_prompts = False
-
-    @property
-    def coordinates(self) -> Sequence[RankCoordinates]:
-        return self._coordinates
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self._shares_prompts
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self._notes
+        self.coordinates: Sequence[RankCoordinates] = ()
+        self.notes: Sequence[str] = ()
+        self.shares_prompts = False
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
@@ -76,11 +64,11 @@ class TrainerGroup:
             self._updates = LedUpdates(self._config, self._ranks, engine)
         receiver = None if self._updates is None else self._updates.receiver
         replies = self._ranks.ask(Build(stage, str(model), spec, receiver))
-        self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
+        self.coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
         if self._updates is not None:
             self._updates.tensors = replies[0].tensors
         # Ranks have devices of one kind.
-        self._notes, self._shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
+        self.notes, self.shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
 
     def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
         for number, frames in enumerate(minibatches):

@@ -22,9 +22,16 @@ from moerl.machine.interfaces import interface_variables
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.child import Child
 from moerl.processes.parent import child_environment, new_rendezvous
-from moerl.ranks.away import RankAway, RanksAway
-from moerl.ranks.child import PROGRAM, log_of, rank_variables, remove_empty_folders
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
+from moerl.ranks.away import (
+    CLOSING_SECONDS,
+    GRACE_SECONDS,
+    PROGRAM,
+    RankAway,
+    RanksAway,
+    log_of,
+    rank_variables,
+    remove_empty_folders,
+)
 
 
 class _Rank(RankAway):

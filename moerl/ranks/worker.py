@@ -84,15 +84,6 @@ class _Minibatch:
     recorded: StepReport | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unproved:
-    """A pass whose proof failed: the model, its shares, and the traces that it was compared with, if any."""
-
-    model: MegatronTrainer
-    batches: list[Microbatch]
-    traces: Sequence[TracedRows]
-
-
 class Worker:
     """One rank.
 
@@ -117,7 +108,8 @@ class Worker:
         self._reference: MegatronTrainer | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
-        self._unproved: _Unproved | None = None
+        # The pass whose proof failed: the model, its shares, and the traces that it was compared with, if any.
+        self._unproved: tuple[MegatronTrainer, list[Microbatch], Sequence[TracedRows]] | None = None
         self._staged: StagedState | None = None
 
     def run(self, command: AnyCommand, frame: bytes = b"", engine: PolicyEngine | None = None) -> Reply:
@@ -147,8 +139,12 @@ class Worker:
                     return Reply(report=RankPassReport.of(self._step(command)))
             case UseOfDevice():
                 return Reply(device=platform.device_use())
+            case Profile() if self._layout.rank > 0:
+                pass  # all ranks do the same at the same time
+            case Profile(step=0):
+                self._profiler.end()
             case Profile():
-                self._profile(command.step)
+                self._profiler.begin(command.step)
             case Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
             case Publish() | Hold() | Resend():
@@ -157,7 +153,7 @@ class Worker:
                 self._staged = self._trained.stage() if command.stage else None
                 self._trained.give_back()
             case Save():
-                self._store.disregard(command.corrupt)
+                self._store.corrupt |= set(command.corrupt)
                 staged, self._staged = self._staged or self._trained.stage(), None
                 self._saver.save(command.checkpoint, staged, command.state)
             case PollSave():
@@ -195,14 +191,6 @@ class Worker:
         weights, self._weights = self._weights, None
         if weights is not None:
             weights.close()
-
-    def _profile(self, step: int) -> None:
-        """Begins or ends a profile, on rank 0 alone: all ranks do the same at the same time."""
-        if self._layout.rank == 0:
-            if step:
-                self._profiler.begin(step)
-            else:
-                self._profiler.end()
 
     @property
     def _trained(self) -> MegatronTrainer:
@@ -386,13 +374,13 @@ class Worker:
         try:
             yield
         except UnprovedError:
-            self._unproved = _Unproved(model, batches, traces)
+            self._unproved = model, batches, traces
             raise
 
     def _trace(self, command: Trace) -> list[NDArray[np.int64]]:
         """Returns the rows that reached this rank's dispatchers, and those recorded if its own routing is kept."""
         assert self._unproved is not None, "no proof has failed"
-        failed, number = self._unproved, command.microbatch
-        tables = [failed.model.trace(failed.batches, number)]
-        tables += [failed.traces[number]] if failed.traces else []
+        model, batches, traces = self._unproved
+        tables = [model.trace(batches, command.microbatch)]
+        tables += [traces[command.microbatch]] if traces else []
         return [as_words(table, self._layout.rank) for table in tables]

@@ -20,15 +20,21 @@ from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Reply, Start, decode_reply
 from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.processes.child import remove_empty
-from moerl.ranks.away import RankAway, RanksAway
-from moerl.ranks.child import log_of, rank_variables, remove_empty_folders
+from moerl.ranks.away import (
+    CLOSING_SECONDS,
+    GRACE_SECONDS,
+    RankAway,
+    RanksAway,
+    log_of,
+    rank_variables,
+    remove_empty_folders,
+)
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
-from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray, start_actor
 from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.on_ray.shared import note_ranks
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
 START_SECONDS = 300.0
 """Seconds for all actors to start; the first imports come from a file system that others use, too."""
@@ -46,8 +52,7 @@ class _Rank(RankAway):
 
     def __init__(self, rank: int, log: Path, options: dict[str, Any]) -> None:
         super().__init__(rank, log)
-        # `Any`: Ray's decorators are untyped.
-        self.actor: Any = ray.remote(RankActor).options(**options).remote()
+        self.actor = start_actor(RankActor, **options)
         self.facts: NodeFacts | None = None
         self.stream: Any = None
 
@@ -107,8 +112,7 @@ class Actors(RanksAway[_Rank]):
         text, on_gpus = config.model_dump_json(), has_gpus()
         # A rank with a GPU of its own sees no other.
         sharing = [1 if on_gpus else len(self._beside(rank)) for rank in self._ranks]
-        each = zip(self._ranks, sharing, strict=True)
-        self._tell([Start(text, rank.rank, rendezvous, count) for rank, count in each])
+        self._tell([Start(text, rank.rank, rendezvous, sharing[rank.rank]) for rank in self._ranks])
         self.replies()
 
     def _beside(self, rank: _Rank) -> list[_Rank]:

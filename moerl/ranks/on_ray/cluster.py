@@ -91,7 +91,8 @@ class Cluster:
         nodes = util.placement_group_table(group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
-        return [_options(need, group, bundle) for bundle in order]
+        devices = {"num_cpus": need["CPU"], "num_gpus": need.get("GPU", 0.0)}
+        return [{**devices, "scheduling_strategy": AtBundle(group, bundle)} for bundle in order]
 
     def live_nodes(self) -> set[str]:
         """Returns the ids of the nodes that are in the cluster now."""
@@ -119,16 +120,6 @@ def _knock(address: str) -> None:
 def has_gpus() -> bool:
     """Returns whether the cluster that this process is part of has a GPU."""
     return ray.cluster_resources().get("GPU", 0.0) >= 1.0
-
-
-def _options(need: dict[str, float], group: Any, bundle: int) -> dict[str, Any]:
-    return {
-        "num_cpus": need["CPU"],
-        "num_gpus": need.get("GPU", 0.0),
-        "scheduling_strategy": AtBundle(group, bundle),
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
 
 
 def _short_folder() -> str:
