@@ -92,16 +92,19 @@ def write_index(shards: Sequence[Shard], folder: Path) -> None:
                 raise _not_whole(shard.name, "written twice")
             tensors[shard.name] = BytesStorageMetadata()
             continue
-        whole = TensorStorageMetadata(_properties(shard.box), torch.Size(shard.box.shape), [])
+        whole = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, shard.box.dtype)), torch.Size(shard.box.shape), []
+        )
         known = tensors.setdefault(shard.name, whole)
         if dataclasses.replace(known, chunks=[]) != whole:
             raise _not_whole(shard.name, f"of {shard.box.dtype} {shard.box.shape} on one rank and not on another")
         known.chunks.append(ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)))
     metadata = Metadata(tensors)
     _check(metadata)
-    results = [
-        WriteResult(_index(each), each.length, _StorageInfo(each.file, each.start, each.length)) for each in shards
-    ]
+    results = []
+    for shard in shards:
+        index = MetadataIndex(shard.name, None if shard.box is None else shard.box.offsets)
+        results.append(WriteResult(index, shard.length, _StorageInfo(shard.file, shard.start, shard.length)))
     _writer(folder).finish(metadata, [results])
 
 
@@ -116,14 +119,6 @@ def _shard(item: WriteItem, place: _StorageInfo) -> Shard:
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
     return Shard(item.index.fqn, box, place.relative_path, place.offset, place.length)
-
-
-def _index(shard: Shard) -> MetadataIndex:
-    return MetadataIndex(shard.name, None if shard.box is None else shard.box.offsets)
-
-
-def _properties(box: Box) -> TensorProperties:
-    return TensorProperties(dtype=getattr(torch, box.dtype))
 
 
 def _check(metadata: Metadata) -> None:

@@ -5,7 +5,7 @@ Runs in every trainer rank. Weights enter and leave under their Hugging Face che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ class PolicyModel:
         _end_before_head(self.chunks[-1])
         self.load(hf_path)
         if not options.train_router:
-            _freeze_routers(self.chunks)
+            for router in balance.routers_of(self.chunks):
+                router.requires_grad_(False)
 
     def _chunk(self, virtual_stage: int) -> nn.Module:
         layout = self.layout
@@ -227,16 +228,6 @@ def _end_before_head(last: nn.Module) -> None:
 
 def _hand_on(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                for parameter in module.parameters():
-                    parameter.requires_grad_(False)
 
 
 def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:

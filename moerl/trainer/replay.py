@@ -108,8 +108,8 @@ class KeepRouting:
         """
         if any(hook.schedule is not None for hook in self.hooks):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
-        schedule = ReplaySchedule(self, batches, what, training=training)
-        _raise_together(schedule.find_unusable_routing())
+        schedule, layers = ReplaySchedule(self, batches, what, training=training), [h.moe_layer for h in self.hooks]
+        _raise_together(find_unusable_routing(batches, layers, self.spec, self.layout, enforce=what.enforce))
         for hook in self.hooks:
             hook.schedule = schedule
         try:
@@ -139,13 +139,6 @@ class ReplaySchedule:
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
         self.kept_sums: dict[int, Tensor] = {}
         self._rows: dict[int, LocalRows] = {}
-
-    def find_unusable_routing(self) -> UnprovedError | None:
-        """Returns the error of a batch that cannot be replayed (`moerl.trainer.replay_checks`); None if all can."""
-        layers = [hook.moe_layer for hook in self.owner.hooks]
-        return find_unusable_routing(
-            self.batches, layers, self.owner.spec, self.owner.layout, enforce=self.what.enforce
-        )
 
     def begin(self, microbatch: int) -> None:
         """Sets the microbatch whose forward pass comes next."""
@@ -340,10 +333,8 @@ class ReplaySchedule:
                 if not self._takes_checksums:
                     continue
                 assert batch.routing_checksums is not None
-                sums_l, expected_l = (
-                    checksums_PMl[phase, microbatch],
-                    routing_checksums.as_signed(batch.routing_checksums),
-                )
+                sums_l = checksums_PMl[phase, microbatch]
+                expected_l = routing_checksums.as_signed(batch.routing_checksums)
                 for index in (sums_l != expected_l).nonzero().flatten().tolist():
                     seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
                     seen += self._left_to_the_router(microbatch)

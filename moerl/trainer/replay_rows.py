@@ -5,6 +5,7 @@ Runs in every trainer rank. Shape legend: t routing rows of this rank, l its MoE
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,17 +81,19 @@ class LocalRows:
 
     def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
         """Returns the choices of the routers, int64 [t, l, K]; l is 0 in a stage of dense layers alone."""
-        choices = np.zeros((len(self.counted), num_layers, spec.experts_per_token), np.int64)
-        for layer, chosen_tK in enumerate(transfers.to_host([self.recorded[layer] for layer in range(num_layers)])):
-            choices[:, layer] = chosen_tK.numpy()
-        return choices
+        return _by_row(self.recorded, (len(self.counted), num_layers, spec.experts_per_token))
 
     def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
         """Returns checksums of the dispatched routing, row by row: uint64 [t, l]."""
-        checksums = np.zeros((len(self.counted), num_layers), np.int64)
-        for layer, traced_t in enumerate(transfers.to_host([self.traced[layer] for layer in range(num_layers)])):
-            checksums[:, layer] = traced_t.numpy()
-        return checksums.view(np.uint64)
+        return _by_row(self.traced, (len(self.counted), num_layers)).view(np.uint64)
+
+
+def _by_row(of_layers: Mapping[int, Tensor], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Returns the numbers of all layers, each [t, ...], as one array [t, l, ...]."""
+    out = np.zeros(shape, np.int64)
+    for layer, numbers in enumerate(transfers.to_host([of_layers[layer] for layer in range(shape[1])])):
+        out[:, layer] = numbers.numpy()
+    return out
 
 
 def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:

@@ -16,8 +16,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -44,8 +43,6 @@ class _Described(msgspec.Struct):
 
 class Saver:
     """Writer of the checkpoints of one run; every method is called by all ranks together.
-
-    As a context it ends with nothing in flight: a checkpoint that was begun is there, or the error says why not.
 
     Args:
         store: of the checkpoints; the same directory for every rank.
@@ -94,19 +91,6 @@ class Saver:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.wait()
-        except CheckpointError as unwritten:
-            if error is None:
-                raise
-            error.add_note(f"and {unwritten}")
 
     def _begin(self, name: str, staged: StagedState) -> None:
         """Makes the directory, unless the file system has less room than the checkpoint may take."""
