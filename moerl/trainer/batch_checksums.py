@@ -21,8 +21,7 @@ from moerl.errors import UnprovedError
 from moerl.kernels.kept import KeptRows
 from moerl.kernels.mixing import mix, signed
 from moerl.trainer import attention, transfers
-from moerl.trainer.replay_rows import routing_slice
-from moerl.trainer.routing_checksums import row_keys
+from moerl.trainer.replay_rows import routing_slice, row_keys
 
 
 def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.errors import CheckpointError
@@ -76,7 +75,14 @@ def write_shards(entries: Mapping[str, Any], folder: Path, rank: int) -> list[Sh
     items = {item.index: item for item in plan.items}
     written = writer.write_data(plan, planner)
     written.wait()
-    return [_shard(items[result.index], result.storage_data) for result in written.value()]
+    shards = []
+    for result in written.value():
+        box, tensor, place = None, items[result.index].tensor_data, result.storage_data
+        if tensor is not None:
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
+        shards.append(Shard(result.index.fqn, box, place.relative_path, place.offset, place.length))
+    return shards
 
 
 def write_index(shards: Sequence[Shard], folder: Path) -> None:
@@ -111,14 +117,6 @@ def write_index(shards: Sequence[Shard], folder: Path) -> None:
 def _writer(folder: Path) -> FileSystemWriter:
     # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
     return FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
-
-
-def _shard(item: WriteItem, place: _StorageInfo) -> Shard:
-    box, tensor = None, item.tensor_data
-    if tensor is not None:
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
-    return Shard(item.index.fqn, box, place.relative_path, place.offset, place.length)
 
 
 def _check(metadata: Metadata) -> None:

@@ -154,6 +154,10 @@ class PolicyModel:
         cu_seqlens = transfers.to_device(batch.cu_seqlens)
         longest = int((np.diff(batch.cu_seqlens) + batch.rows_before).max())
         self._describe(cu_seqlens, batch)
+        is_pad_t = transfers.to_device(batch.is_pad)
+        if not bare(module).pre_process:
+            # Megatron slices it for sequence parallelism in the stage with the embedding alone.
+            is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
         return module(
             input_ids=transfers.to_device(batch.input_ids)[None],
             position_ids=transfers.to_device(batch.position_ids)[None],
@@ -165,7 +169,7 @@ class PolicyModel:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            padding_mask=self._padding_mask(module, batch),
+            padding_mask=is_pad_t[None],
             # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
             **({"fp32_output": False} if self.config.bf16 else {}),
         )
@@ -190,14 +194,6 @@ class PolicyModel:
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
         return last.output_layer.weight
-
-    def _padding_mask(self, module: nn.Module, batch: Microbatch) -> Tensor:
-        """Returns the mask of pad rows, bool [1, t]. Megatron slices it for sequence parallelism in the stage with the
-        embedding alone."""
-        is_pad_t = transfers.to_device(batch.is_pad)
-        if not bare(module).pre_process:
-            is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
-        return is_pad_t[None]
 
 
 def bare(module: nn.Module) -> Any:

@@ -136,7 +136,11 @@ class Optimizer:
     def update(self) -> UpdateReport:
         """Clips, updates, advances the schedule; skips all three if any rank's gradient is not finite."""
         learning_rate = self.learning_rate
-        if not self._gradient_is_finite():
+        # One value is read from the device, however many buffers there are.
+        norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
+        is_bad = (~norms.isfinite().all()).int()
+        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        if int(is_bad):
             self._skipped_in_a_row += 1
             return UpdateReport(0.0, learning_rate, skipped=True, skipped_in_a_row=self._skipped_in_a_row)
         with contextlib.ExitStack() as stack:
@@ -162,14 +166,6 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         return float(self.megatron.param_groups[0]["lr"])
-
-    def _gradient_is_finite(self) -> bool:
-        """Returns True if the gradient is finite on every rank; a collective. Reads one value from the device, however
-        many buffers there are."""
-        norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
-        bad = (~norms.isfinite().all()).int()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return not int(bad)
 
     def progress(self) -> dict[str, Any]:
         """Returns the state of the schedule and the count of skipped updates; plain data, the same on every rank."""

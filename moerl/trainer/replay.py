@@ -29,9 +29,9 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.kernels import routing
 from moerl.kernels.routing_inputs import Choices
-from moerl.trainer import batch_checksums, groups, platform, routing_checksums, transfers
+from moerl.trainer import batch_checksums, groups, platform, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
-from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
+from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, as_signed, routing_slice, row_origins
 from moerl.trainer.routers import OwnTopK, RouterHook, hook_routers
 
 FORWARD, RECOMPUTE = 0, 1
@@ -174,18 +174,14 @@ class ReplaySchedule:
             )
         own_tK = own_topk(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
         if phase == FORWARD and own_tK is not None:
-            self._compare(hook, rows, scores_tE.detach(), own_tK, target_tK)
+            choices = Choices(scores_tE.detach(), own_tK, target_tK, rows.routed_t, rows.proved_t)
+            routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
+            self.live_rows_L[hook.moe_layer] += rows.num_live
         if not self.what.enforce:
             return own_topk(scores_tE)
         if rows.num_live and own_tK is not None:
             target_tK = torch.where(rows.routed_t[:, None], target_tK, own_tK)
         return scores_tE.gather(1, target_tK), target_tK
-
-    def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
-        """Adds statistics of the trainer's own choice against the recorded one, on rows that have one."""
-        choices = Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
-        routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
-        self.live_rows_L[hook.moe_layer] += rows.num_live
 
     def _place(self, hook: RouterHook) -> tuple[int, int]:
         """Returns the microbatch and the phase of a routing call.
@@ -262,7 +258,7 @@ class ReplaySchedule:
         """Returns the rows that reached this rank's dispatchers in the forward pass of a microbatch, after a schedule
         with `Replay.trace` or `Replay.record`."""
         rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
-        keys, positions = routing_checksums.row_origins(batch, layout.dims.context, layout.context_rank)
+        keys, positions = row_origins(batch, layout.dims.context, layout.context_rank)
         mine = routing_slice(batch, layout)
         real, counted = ~batch.is_pad[mine], rows.counted
         layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
@@ -334,18 +330,15 @@ class ReplaySchedule:
                     continue
                 assert batch.routing_checksums is not None
                 sums_l = checksums_PMl[phase, microbatch]
-                expected_l = routing_checksums.as_signed(batch.routing_checksums)
+                expected_l = as_signed(batch.routing_checksums)
                 for index in (sums_l != expected_l).nonzero().flatten().tolist():
                     seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
-                    seen += self._left_to_the_router(microbatch)
+                    # No checksum of dispatched rows counts those that were left to the router, though the recorded
+                    # checksum has those that were captured.
+                    if num_live := self._rows[microbatch].num_live:
+                        seen += f", with {num_live} row{'s' * (num_live > 1)} left to the router"
                     return self._problem("checksum", (phase, microbatch, index), seen, f"{wanted} (as recorded)")
         return None
-
-    def _left_to_the_router(self, microbatch: int) -> str:
-        """Returns words about rows that were left to the router: no checksum of dispatched rows counts them, though the
-        recorded checksum has those that were captured."""
-        num_live = self._rows[microbatch].num_live
-        return f", with {num_live} row{'s' * (num_live > 1)} left to the router" if num_live else ""
 
     def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
         phase, microbatch, index = at

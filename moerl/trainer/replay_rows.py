@@ -1,5 +1,7 @@
-"""The routing rows of one rank: targets and keys of a microbatch, and observations of its rows.
+"""The routing rows of one rank: targets and keys of a microbatch, observations of its rows, and their salts.
 
+The salted checksum of `moerl.contract.routing` is computed from the routing map that is handed to the token dispatcher
+(`moerl.kernels.routing`), and compared with the one computed from the trajectories before packing.
 Runs in every trainer rank. Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
 """
 
@@ -15,9 +17,12 @@ from torch import Tensor
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
+from moerl.contract.routing import POSITION_PRIME
+from moerl.contract.shares import context_rows
 from moerl.contract.trajectory import ModelSpec
+from moerl.kernels.mixing import mix, signed
 from moerl.kernels.routing_inputs import RoutedRows
-from moerl.trainer import platform, routing_checksums, transfers
+from moerl.trainer import platform, transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +69,7 @@ class LocalRows:
         routed_t, real_t = batch.routed[mine], ~batch.is_pad[mine]
         self.counted = real_t if count_all else routed_t & real_t
         self.num_live, self.num_proved = int((~routed_t & real_t).sum()), int((routed_t & real_t).sum())
-        keys_t = routing_checksums.row_keys(batch, layout.dims.context, layout.context_rank)[mine].numpy()
+        keys_t = row_keys(batch, layout.dims.context, layout.context_rank)[mine].numpy()
         experts = () if batch.expert_ids is None else (batch.expert_ids.swapaxes(0, 1),)
         self._upload = transfers.Upload(keys_t, routed_t, self.counted, real_t, routed_t & real_t, *experts)
         self.layers_differing_t = torch.zeros(len(routed_t), dtype=torch.int32, device=platform.device())
@@ -100,3 +105,29 @@ def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:
     """Returns the rows of a share that sequence parallelism gives to this rank's routers."""
     num_rows = batch.num_rows // layout.dims.tensor
     return slice(layout.tensor_rank * num_rows, (layout.tensor_rank + 1) * num_rows)
+
+
+# --- salts -----------------------------------------------------------------------------------------------------------
+
+
+def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int = 0) -> Tensor:
+    """Returns the salt of every row of a context-parallel rank, from its rollout and token position: int64 [t].
+
+    Args:
+        batch: that rank's share. ahead: added to positions.
+    """
+    keys_t, positions_t = row_origins(batch, context, context_rank)
+    places_t = torch.from_numpy(positions_t + ahead)
+    return mix(torch.from_numpy(keys_t.view(np.int64)) + places_t * signed(POSITION_PRIME))
+
+
+def row_origins(batch: Microbatch, context: int, context_rank: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Returns the salt of the rollout and the token position of every row of a context-parallel rank: uint64 [t] and
+    int64 [t]."""
+    keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens))
+    return keys_T[context_rows(batch.cu_seqlens, context, context_rank)], batch.position_ids.astype(np.int64)
+
+
+def as_signed(checksums: np.ndarray) -> Tensor:
+    """Returns uint64 checksums as int64 bit patterns."""
+    return torch.from_numpy(checksums.view(np.int64).copy())

@@ -141,12 +141,6 @@ def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
     return ""
 
 
-def _causes(error: CheckpointException) -> str:
-    """Returns which ranks failed and why, in one line."""
-    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
-    return " ".join("; ".join(causes).split())[:1000]
-
-
 def unwritten(folder: Path, problem: str) -> CheckpointError:
     """Returns the error of a checkpoint that could not be written."""
     return CheckpointError(
@@ -193,6 +187,7 @@ def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     load: Any = dist_checkpointing.load
@@ -201,16 +196,20 @@ def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]
     try:
         loaded = load(state, str(folder), validate_access_integrity=False, strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:
-        mine.problem = _causes(error)
+        causes = sorted(error.failures.items())
+        mine.problem = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in causes)
     except CheckpointingException as error:
-        mine.problem = " ".join(str(error).split())[:1000]
+        mine.problem = str(error)
+    mine.problem = " ".join(mine.problem.split())[:1000]
     everyone = [msgspec.msgpack.decode(each, type=_Read) for each in all_gather_bytes(msgspec.msgpack.encode(mine))]
     problems = {read.problem for read in everyone if read.problem}
     if problems:
         raise _misfit(folder, "; ".join(sorted(problems)))
-    left = _stored(folder) - set().union(*(read.names for read in everyone)) if whole else set()
-    if left:
-        raise _misfit(folder, f"{len(left)} tensors that the model has not, first {min(left)}")
+    if whole:
+        stored = {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
+        left = stored.difference(*(read.names for read in everyone))
+        if left:
+            raise _misfit(folder, f"{len(left)} tensors that the model has not, first {min(left)}")
     return loaded
 
 
@@ -230,13 +229,6 @@ def _asked_for(state: dict[str, Any]) -> set[str]:
     return {each.key for each in nested_values(load_preprocess(state)[0]) if isinstance(each, ShardedBase)}
 
 
-def _stored(folder: Path) -> set[str]:
-    """Returns the names of a checkpoint's tensors."""
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-
-    return {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
-
-
 def _misfit(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"the trainer checkpoint {folder} does not fit the model",
@@ -251,13 +243,20 @@ def _misfit(folder: Path, problem: str) -> CheckpointError:
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     """Returns the tensors of models and optimizers with their places in the whole; all else is marked as this process's
-    own."""
+    own: not stored, and unchanged by a load."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
+
+    def own(leaf: Any) -> Any:
+        has_place = isinstance(leaf, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+        return leaf if has_place else LocalNonpersistentObject(leaf)
+
     models = _sharded_models(chunks)
     optimizers = {}
     for index, each in enumerate(optimizers_of(optimizer)):
         make_moments(each)
         state = each.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
-        optimizers[index] = _own(state)
+        optimizers[index] = dict_list_map_outplace(own, state)
     return {"model": models, "optimizer": optimizers}
 
 
@@ -282,19 +281,6 @@ def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
         # Objects of models are Transformer Engine's `_extra_state`, which holds nothing but FP8 scales.
         models[str(index)] = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
     return models
-
-
-def _own(state: Any) -> Any:
-    """Returns the state with every leaf that has no place in the whole marked: not stored, and unchanged by a load."""
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
-
-    if isinstance(state, dict):
-        return {name: _own(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [_own(value) for value in state]
-    if isinstance(state, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject):
-        return state
-    return LocalNonpersistentObject(state)
 
 
 def _fill(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], folder: Path) -> None:

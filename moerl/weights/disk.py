@@ -86,16 +86,13 @@ class DiskSink:
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Writes one bucket to a file of its own.
 
+        Args:
+            tensors: a `WeightBucket`.
+
         Raises:
-            WeightSyncError: these are not tensors of a `WeightBucket`; or as `Arrivals.check`.
+            WeightSyncError: as `Arrivals.check`.
         """
-        if not isinstance(tensors, WeightBucket):
-            raise WeightSyncError(
-                "weight update to disk",
-                seen=type(tensors).__name__,
-                expected="a gathered bucket",
-                remedy="hand weights over through `Publisher`",
-            )
+        assert isinstance(tensors, WeightBucket), "weights that did not come through `Publisher`"
         arrivals = require_open(self._arrivals)
         for entry in tensors.bucket.entries:
             arrivals.check(entry.name, entry.shape)

@@ -82,13 +82,7 @@ class Publisher:
         self, plan: SyncPlan, gatherer: Gatherer, peers: Peers, sink: WeightSink | None, sink_name: str = "the sink"
     ) -> None:
         rank = peers.rank
-        if (rank in plan.options.senders) != (sink is not None):
-            raise WeightSyncError(
-                f"rank {rank}: a sink on a rank that is no sender, or a sender without one",
-                seen="a sink" if sink is not None else "no sink",
-                expected=f"sinks on ranks {list(plan.options.senders)}",
-                remedy="make the plan with the ranks that hold sinks as its senders",
-            )
+        assert (rank in plan.options.senders) == (sink is not None), f"rank {rank}: a sink, but no sender, or no sink"
         self._plan, self._gatherer, self._peers, self._sink = plan, gatherer, peers, sink
         self._num_rounds = len(plan.rounds())
         self._own_buckets = [bucket for bucket in plan.buckets if bucket.sender == rank]

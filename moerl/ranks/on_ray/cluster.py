@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,7 +46,8 @@ class Cluster:
         self._cpus = rank_threads(config, "sft")
         options: dict[str, Any] = {"address": launch.address}
         if launch.address is None:
-            self._folder = _short_folder()
+            usual = tempfile.gettempdir()
+            self._folder = tempfile.mkdtemp(prefix="moerl-", dir=usual if len(usual) <= _LONGEST_FOLDER else "/tmp")
             options = {
                 "address": "local",
                 "num_cpus": cluster_cpus(config),
@@ -120,12 +120,6 @@ def _knock(address: str) -> None:
 def has_gpus() -> bool:
     """Returns whether the cluster that this process is part of has a GPU."""
     return ray.cluster_resources().get("GPU", 0.0) >= 1.0
-
-
-def _short_folder() -> str:
-    usual = tempfile.gettempdir()
-    folder = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
-    return str(Path(tempfile.mkdtemp(prefix="moerl-", dir=folder)))
 
 
 @contextlib.contextmanager

@@ -220,16 +220,6 @@ def test_an_engine_of_another_precision_is_compared_in_its_own(run_alone: Callab
     assert run_alone(cast) == ""
 
 
-def without_sink(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
-    with pytest.raises(WeightSyncError) as error:
-        weight_sync.publisher_of(plan, 0, None)
-    return str(error.value)
-
-
-def test_a_sender_needs_a_sink(run_alone: Callable[[Any], Any]):
-    assert "a sender without one" in run_alone(without_sink)
-
-
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
