@@ -13,7 +13,7 @@ from moerl.contract.commands import AnyCommand, Close, Reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, TrainerError, UnprovedError, ending, undoing
 from moerl.machine.torch_start import tf32_variables
-from moerl.processes.child import describe_output, module_program
+from moerl.processes.child import describe_output, module_program, remove_empty
 
 PROGRAM = module_program("moerl.ranks.process")
 GRACE_SECONDS = 10.0
@@ -54,6 +54,7 @@ class RanksAway[R: RankAway](ABC):
 
     def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
         self._watch, self._seconds = watch, config.trainer.command_seconds
+        self._logs = [config.run_dir / "logs" / f"rank-{rank}.log" for rank in range(config.parallel.world_size)]
         self._ranks: list[R] = []
         self._told, self._has_ended = "", False
 
@@ -109,6 +110,13 @@ class RanksAway[R: RankAway](ABC):
             rank.reply = reply
         elif rank.rank == 0:
             self._watch(*reply.progress)
+
+    def _remove_empty_logs(self) -> None:
+        """Removes logs of ranks that wrote nothing, and their folder if it is empty then."""
+        for log in self._logs:
+            remove_empty(log)
+        with contextlib.suppress(OSError):  # another has come, or nothing can be removed
+            self._logs[0].parent.rmdir()
 
     def _has_failure(self) -> bool:
         return any(rank.is_gone or (rank.reply and rank.reply.failure) for rank in self._ranks)
@@ -182,15 +190,3 @@ def rank_variables(config: RankConfig, rank: int, local_rank: int) -> dict[str, 
         "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
         **tf32_variables(config.trainer.tf32),
     }
-
-
-def remove_empty_folders(logs: Sequence[Path]) -> None:
-    """Removes the folders of logs if they are empty."""
-    for folder in {log.parent for log in logs}:
-        with contextlib.suppress(OSError):  # another has come, or nothing can be removed
-            folder.rmdir()
-
-
-def log_of(run_dir: Path, rank: int) -> Path:
-    """Returns the path of a rank's log in a run directory."""
-    return run_dir / "logs" / f"rank-{rank}.log"

@@ -104,7 +104,8 @@ class Worker:
                 return self._build(command, engine)
             case commands.Load():
                 self._profiler.end_rollout()
-                self._load(command.number, frame)
+                batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
+                self._minibatches[command.number :] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
             case commands.Score():
                 with profiling.named("scoring"):
                     return Reply(report=RankPassReport.of(self._score(command)))
@@ -232,10 +233,6 @@ class Worker:
         self._write_model(Path(command.folder), Path(command.model), model)
 
     # --- passes ------------------------------------------------------------------------------------------------------
-
-    def _load(self, number: int, frame: bytes) -> None:
-        batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
-        self._minibatches[number:] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
 
     def _score(self, command: commands.Score) -> PassReport:
         batches = self._minibatches[command.minibatch].given

@@ -35,13 +35,8 @@ class DeviceMemory:
         for each in storages.values():
             whole = torch.empty(0, dtype=torch.uint8, device=each.device)
             self._bytes.append(whole.set_(each.untyped_storage()))
-        self._sizes = [len(each) for each in self._bytes]
         self._kept, self._is_there = kept, True
         self._host: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes)
 
     def give_back(self) -> None:
         """Frees the memory; values that are kept are in host memory when this returns."""
@@ -67,9 +62,9 @@ class DeviceMemory:
         """Allocates the memory again, with the values that were kept, or zeros."""
         if self._is_there:
             return
-        for whole, size in zip(self._bytes, self._sizes, strict=True):
+        for whole in self._bytes:
             if whole.is_cuda:
-                whole.untyped_storage().resize_(size)
+                whole.untyped_storage().resize_(len(whole))
             if not self._kept:
                 whole.zero_()
         if self._kept:

@@ -107,7 +107,10 @@ def hook_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterHook]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     refuse_unsupported_routers(config)
-    pattern = _moe_pattern(config)
+    # 1 for every MoE layer of the whole model, 0 for dense ones, by layer number; or one MoE layer in so many.
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
     for layer in found:
         if type(layer.router) is not TopKRouter:
@@ -158,11 +161,3 @@ def _refuse_dead_router(layer: Any, probs_TE: Tensor) -> None:
             expected="probabilities gathered from the router's own scores",
             remedy="look for what detaches them after the router; to freeze routers set trainer.train_router=false",
         )
-
-
-def _moe_pattern(config: Any) -> list[int]:
-    """Returns 1 for every MoE layer of the whole model, 0 for dense ones, by layer number."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(i % frequency == 0) for i in range(config.num_layers)]
-    return list(frequency)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
 from moerl.trainer.checkpoint_index import Shard, write_index, write_shards
 from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes
@@ -47,12 +48,13 @@ class StagedState:
     """Bytes on disk, at most."""
 
 
-def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any]) -> StagedState:
+def stage(chunks: Sequence[nn.Module], optimizer: Any, dims: ParallelDims, extra: Mapping[str, Any]) -> StagedState:
     """Copies the state that this rank has to write into host memory. A collective of all ranks.
 
     Args:
         chunks: bare Megatron models, one per virtual pipeline stage of this rank.
         optimizer: the Megatron optimizer over them.
+        dims: parallel sizes.
         extra: plain data, the same on every rank; comes back from `load`.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -64,7 +66,7 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
     common = {
         "extra": dict(extra),
         "adam_steps": _adam_steps(optimizer),
-        "layout": _layout(),
+        "layout": _layout(dims),
         "random_states": gather_random_states(),
     }
     sharded[_COMMON] = ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
@@ -99,7 +101,10 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     try:
         mine.shards = write_shards(staged.entries, folder, rank)
     except Exception as error:  # noqa: BLE001 - process boundary: the other ranks wait for this one's answer
-        mine.problem = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}; {_room(folder, staged)}"
+        # torch's archive writer only says that it could not go on.
+        free = shutil.disk_usage(folder.parent).free
+        room = f"the disk {'is full' if free < staged.num_bytes else 'has room'}: {free} bytes free"
+        mine.problem = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}; {room}"
     gathered = gather_bytes(msgspec.msgpack.encode(mine), group)
     problem = _index_problem([msgspec.msgpack.decode(each, type=_Written) for each in gathered], folder)
     problem = share_bytes(problem.encode(), group).decode()
@@ -116,13 +121,6 @@ class _Written(msgspec.Struct):
 
     shards: list[Shard]
     problem: str = ""
-
-
-def _room(folder: Path, staged: StagedState) -> str:
-    """Returns words on whether the disk is full: torch's archive writer only says that it could not go on."""
-    free = shutil.disk_usage(folder.parent).free
-    room = "the disk is full" if free < staged.num_bytes else "the disk has room"
-    return f"{room}: {free} bytes free"
 
 
 def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
@@ -151,7 +149,7 @@ def unwritten(folder: Path, problem: str) -> CheckpointError:
     )
 
 
-def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, Any]:
+def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any, dims: ParallelDims) -> dict[str, Any]:
     """Loads models and optimizer from a checkpoint of any layout; returns what `stage` got as `extra`.
 
     Random states come back if the layout is the one that wrote them. In another layout there is no rank they
@@ -164,7 +162,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     _fill(chunks, loaded["model"], folder)
     for index, each in enumerate(optimizers_of(optimizer)):
         _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
-    if loaded["layout"] == _layout():
+    if loaded["layout"] == _layout(dims):
         set_random_state(loaded["random_states"][dist.get_rank()])
     return loaded["extra"]
 
@@ -346,15 +344,6 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> N
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _layout() -> dict[str, Any]:
-    from megatron.core import parallel_state as mpu
-
-    return {
-        "ranks": dist.get_world_size(),
-        "tensor": mpu.get_tensor_model_parallel_world_size(),
-        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "context": mpu.get_context_parallel_world_size(),
-        "expert": mpu.get_expert_model_parallel_world_size(),
-        "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
-    }
+def _layout(dims: ParallelDims) -> dict[str, int]:
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    return {"ranks": dims.world_size, **{name: getattr(dims, name) for name in names}}

@@ -315,7 +315,8 @@ class MegatronTrainer:
         """Copies model, optimizer, schedule and random state to host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
         self._finish_weights()
-        return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
+        optimizer = self.optimizer
+        return sharded_state.stage(self.model.chunks, optimizer.megatron, self.layout.dims, optimizer.progress())
 
     def _finish_weights(self) -> None:
         """Has the weights on the device, with the last update."""
@@ -332,7 +333,8 @@ class MegatronTrainer:
         """
         assert self.optimizer is not None
         self._weights.take_back()
-        self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
+        progress = sharded_state.load(folder, self.model.chunks, self.optimizer.megatron, self.layout.dims)
+        self.optimizer.load_progress(progress)
         self.optimizer.settle()
 
 

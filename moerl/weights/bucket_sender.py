@@ -124,8 +124,7 @@ class BucketSender:
         self._dtypes = dtypes
         self.checksums: dict[str, int | None] = {}
         self.num_bytes = 0
-        self.send_seconds = 0.0
-        self.end_seconds = 0.0
+        self.send_seconds = self.end_seconds = 0.0
 
     def abandon(self) -> None:
         """Has the thread skip calls that it has not begun, and then the sink forget the update. Returns at once."""

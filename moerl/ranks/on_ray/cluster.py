@@ -41,7 +41,7 @@ class Cluster:
 
     def __init__(self, config: RankConfig) -> None:
         self._folder: str | None = None
-        self._groups: list[Any] = []
+        self._group: Any = None
         launch = config.launch
         self._cpus = rank_threads(config, "sft")
         options: dict[str, Any] = {"address": launch.address}
@@ -77,9 +77,7 @@ class Cluster:
             need["GPU"] = 1.0
         total = ray.cluster_resources()
         short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
-        group = None if short else util.placement_group([need] * ranks, strategy="PACK")
-        if group is not None:
-            self._groups.append(group)
+        group = self._group = None if short else util.placement_group([need] * ranks, strategy="PACK")
         if group is None or not group.wait(PLACE_SECONDS):
             there = ray.available_resources()
             raise TrainerError(
@@ -102,9 +100,9 @@ class Cluster:
         """Leaves the cluster; stops it if this run started it. A second call is harmless."""
         # The cluster itself may be lost.
         with contextlib.suppress(RayError, ConnectionError):
-            for group in self._groups:
-                util.remove_placement_group(group)
-        self._groups = []
+            if self._group is not None:
+                util.remove_placement_group(self._group)
+        self._group = None
         with _own_signals():
             ray.shutdown()
         if self._folder is not None:
