@@ -118,7 +118,7 @@ def _publication(layout: RankCoordinates, model: ModelDescription, device: str) 
     generator = torch.Generator().manual_seed(2)
     shards = {
         name: (0.1 * torch.randn(shape, generator=generator)).bfloat16()
-        for name, shape in plan.shard_shapes(layout.rank).items()
+        for name, shape in plan.manifest.shard_shapes(layout.rank).items()
     }
     on_device = {name: shard.to(device) for name, shard in shards.items()}
     here, there = KeepingSink(), KeepingSink()

@@ -65,7 +65,7 @@ def as_only_rank(function: Callable[..., Any], *args: Any) -> Any:
 
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)
-    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=1)
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=1)
     answer = function(layout, *args)
     groups.stop()
     return answer
@@ -103,7 +103,7 @@ def _rank(
     try:
         if before is not None:
             before()
-        layout = groups.start(rank=rank, world_size=dims.world_size, rendezvous=rendezvous, dims=dims, seed=1)
+        layout = groups.start(rank=rank, rendezvous=rendezvous, dims=dims, seed=1)
         answer = function(layout, *args)
         groups.stop()
     except BaseException:  # noqa: BLE001 - process boundary: the caller raises it again

@@ -172,7 +172,7 @@ class Update:
 def random_shards(plan: SyncPlan, rank: int) -> dict[str, Tensor]:
     """Returns random shards for a rank, in bfloat16."""
     torch.manual_seed(rank)
-    return {name: torch.randn(shape).bfloat16() for name, shape in plan.shard_shapes(rank).items()}
+    return {name: torch.randn(shape).bfloat16() for name, shape in plan.manifest.shard_shapes(rank).items()}
 
 
 def per_parameter_messages(plan: SyncPlan) -> list[tuple[int, list[Any], int]]:
@@ -219,13 +219,19 @@ def measure(layout: Any) -> dict[str, Any]:
                 seconds = timed_together(function)
                 if repeat:
                     found["seconds"][name][way].append(seconds)
-        found["bytes"][name] = (update.sender_gather.received_bytes, update.sender_gather.needed_bytes)
-        found["bytes"][f"{name}, AllGather"] = (update.all_gather.received_bytes, update.all_gather.needed_bytes)
+        found["bytes"][name] = (update.sender_gather.received_bytes, needed_bytes(update.plan, layout.rank))
+        all_gathered = (update.all_gather.received_bytes, needed_bytes(update.all_plan, layout.rank))
+        found["bytes"][f"{name}, AllGather"] = all_gathered
         if name == "many small":
             found["pipeline"] = pipeline_shares(update)
     if sink is not None:
         sink.close()
     return found
+
+
+def needed_bytes(plan: SyncPlan, rank: int) -> int:
+    """Returns the bytes of a rank's buckets that are not in its shards."""
+    return sum(bucket.received_bytes for bucket in plan.buckets if bucket.sender == rank)
 
 
 def timed_together(function: Callable[[], None]) -> float:

@@ -83,7 +83,7 @@ def main() -> int:
     quiet_libraries()
     torch.set_num_threads(1)
     found: list[Distance] = []
-    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
     for seed in arguments.seeds:
         models = prepare(arguments.runs / f"seed-{seed}", [f"seed={seed}", *arguments.overrides])
         rollouts = read_parquet(arguments.runs / f"seed-{seed}" / "rl" / "rollouts" / "step-000001.parquet")

@@ -261,7 +261,7 @@ def _layout(call: dict[str, Any], rank: int, world_size: int) -> Any:
     sizes = dict.fromkeys(names, 1) | call["sizes"]
     data = world_size // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
     dims = ParallelDims(**sizes, data=data)
-    return groups.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], dims=dims, seed=1)
+    return groups.start(rank=rank, rendezvous=call["rendezvous"], dims=dims, seed=1)
 
 
 def _module(modules: dict[str, Any], call: dict[str, Any]) -> Any:

@@ -304,8 +304,9 @@ def save(trainer: Any, folder: Path, name: str) -> Path:
     from moerl.trainer.checkpoint import CheckpointStore
     from moerl.trainer.saver import Saver
 
-    with Saver(CheckpointStore(folder, keep=2)) as saver:
-        saver.save(name, trainer.stage(), checkpoint_state(name))
+    saver = Saver(CheckpointStore(folder, keep=2))
+    saver.save(name, trainer.stage(), checkpoint_state(name))
+    saver.wait()
     return folder / name
 
 

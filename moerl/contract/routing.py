@@ -7,7 +7,7 @@ The checksum of MoE layer l over a set of rows is, modulo 2^64,
 with `mix` the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014). It does not depend on the order of rows or
 of experts within a row, and any shift of a row or a layer, or a swap between rollouts, changes it. This module
 computes it from trajectories (numpy); the trainer computes it from the routing map handed to the dispatcher (torch,
-`moerl.trainer.routing_checksums`). The two share only these constants.
+`moerl.trainer.replay_rows`). The two share only these constants.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
     path = _newest(run_dir) if step is None else _of_step(run_dir, step)
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
-    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=config.seed)
     model_path = source.path or run_dir / INITIAL_MODEL
     options = ModelOptions(dtype=config.model.dtype, megatron=config.trainer.megatron)
     model = PolicyModel(read_model(model_path), options, layout)

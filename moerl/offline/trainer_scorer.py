@@ -43,7 +43,7 @@ class TrainerScorer:
     offers_top_ps = False
 
     def __init__(self, model: ModelDescription, *, dtype: str, name: str, version: int | None) -> None:
-        layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
+        layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
         self._trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
         self._spec: ModelSpec = model.spec
         self.name, self.version = name, version

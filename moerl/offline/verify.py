@@ -150,7 +150,7 @@ def _by_transformers(trajectories: Sequence[Trajectory], model: ModelDescription
 def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dtype: str) -> list[NDArray[np.float32]]:
     """Returns the log-probs, [S] per trajectory, of the trainer in one process, which proves that routing was
     replayed."""
-    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
     trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
     logprobs = trainer_logprobs(trainer, trajectories)
     groups.stop()

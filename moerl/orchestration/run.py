@@ -224,7 +224,7 @@ class Run:
                 "quarantine": self.quarantine.counters(),
             }
             name = str(CheckpointName(STAGE_ORDER.index(stage), stage, step))
-            self.trainer.save(name, {"stage": stage, "step": step, "run": state}, self._store.corrupt)
+            self.trainer.save(name, {"stage": stage, "step": step, "run": state}, sorted(self._store.corrupt))
         self._saved = (stage, step)
         self._last_step = time.monotonic()
 

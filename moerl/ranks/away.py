@@ -1,18 +1,25 @@
-"""Ranks in processes of their own, in any placement: commands to all, their replies, and the first error. Runs in the
-controller."""
+"""Ranks in processes of their own, in any placement: their program, commands to all, their replies, and the error of
+the first. Runs in the controller, and in the actors of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moerl.config.ranks import RankConfig
+from moerl.config.ranks import RankConfig, rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, encode
 from moerl.contract.ports import PolicyEngine
-from moerl.errors import MoerlError, TrainerError, ending, undoing
-from moerl.processes.child import describe_output
-from moerl.ranks.replies import first_error
+from moerl.errors import MoerlError, TrainerError, UnprovedError, ending, undoing
+from moerl.machine.torch_start import tf32_variables
+from moerl.processes.child import describe_output, module_program, remove_empty
+
+PROGRAM = module_program("moerl.ranks.process")
+GRACE_SECONDS = 10.0
+"""Seconds for the replies of the other ranks, once one has failed: most errors are raised by all of them."""
+CLOSING_SECONDS = 90.0
+"""Seconds for a rank to end after its last reply."""
 
 
 class RankAway:
@@ -47,6 +54,7 @@ class RanksAway[R: RankAway](ABC):
 
     def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
         self._watch, self._seconds = watch, config.trainer.command_seconds
+        self._logs = [config.run_dir / "logs" / f"rank-{rank}.log" for rank in range(config.parallel.world_size)]
         self._ranks: list[R] = []
         self._told, self._has_ended = "", False
 
@@ -103,6 +111,13 @@ class RanksAway[R: RankAway](ABC):
         elif rank.rank == 0:
             self._watch(*reply.progress)
 
+    def _remove_empty_logs(self) -> None:
+        """Removes logs of ranks that wrote nothing, and their folder if it is empty then."""
+        for log in self._logs:
+            remove_empty(log)
+        with contextlib.suppress(OSError):  # another has come, or nothing can be removed
+            self._logs[0].parent.rmdir()
+
     def _has_failure(self) -> bool:
         return any(rank.is_gone or (rank.reply and rank.reply.failure) for rank in self._ranks)
 
@@ -152,3 +167,26 @@ class RanksAway[R: RankAway](ABC):
     @abstractmethod
     def _end(self) -> None:
         """Kills the ranks that still run, and clears up."""
+
+
+def first_error(errors: Sequence[MoerlError]) -> MoerlError:
+    """Returns the error to raise for those of several ranks: the first that is no failed proof; else of the failed
+    proofs one that says what was seen, with the first microbatch of all."""
+    unproved = [error for error in errors if isinstance(error, UnprovedError)]
+    if len(unproved) < len(errors):
+        return next(error for error in errors if not isinstance(error, UnprovedError))
+    numbers = [error.microbatch for error in unproved if error.microbatch >= 0]
+    telling = next((error for error in unproved if error.seen), unproved[0])
+    telling.microbatch = min(numbers, default=-1)
+    return telling
+
+
+def rank_variables(config: RankConfig, rank: int, local_rank: int) -> dict[str, str]:
+    """Returns the variables of a rank's process. local_rank: its number among those that see the same GPUs."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(config.parallel.world_size),
+        "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
+        **tf32_variables(config.trainer.tf32),
+    }

@@ -10,24 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.config.ranks import RankConfig
-from moerl.contract.commands import (
-    AnyCommand,
-    Array,
-    Build,
-    Export,
-    GiveBack,
-    Load,
-    PollSave,
-    Prepare,
-    Profile,
-    Restore,
-    Rewrite,
-    Save,
-    Score,
-    Step,
-    Trace,
-    UseOfDevice,
-)
+from moerl.contract import commands
+from moerl.contract.commands import AnyCommand, Array
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trainer import DeviceUse, PassReport, Stage, Traced, sum_reports
@@ -44,83 +28,71 @@ class TrainerGroup:
     def __init__(self, config: RankConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, RanksInTurn(ranks)
         self._updates: LedUpdates | None = None
-        self._coordinates: tuple[RankCoordinates, ...] = ()
-        self._notes: tuple[str, ...] = ()
-        self._shares_prompts = False
-
-    @property
-    def coordinates(self) -> Sequence[RankCoordinates]:
-        return self._coordinates
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self._shares_prompts
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self._notes
+        self.coordinates: Sequence[RankCoordinates] = ()
+        self.notes: Sequence[str] = ()
+        self.shares_prompts = False
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
         return self._ranks.peak_rss_bytes
 
     def device_use(self) -> Sequence[DeviceUse]:
-        return [reply.device for reply in self._ranks.ask(UseOfDevice()) if reply.device is not None]
+        return [reply.device for reply in self._ranks.ask(commands.UseOfDevice()) if reply.device is not None]
 
     def profile(self, step: int) -> None:
-        self._ranks.ask(Profile(step))
+        self._ranks.ask(commands.Profile(step))
 
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
         self._close_updates()
         if engine is not None:
             self._updates = LedUpdates(self._config, self._ranks, engine)
         receiver = None if self._updates is None else self._updates.receiver
-        replies = self._ranks.ask(Build(stage, str(model), spec, receiver))
-        self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
+        replies = self._ranks.ask(commands.Build(stage, str(model), spec, receiver))
+        self.coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
         if self._updates is not None:
             self._updates.tensors = replies[0].tensors
         # Ranks have devices of one kind.
-        self._notes, self._shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
+        self.notes, self.shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
 
     def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
         for number, frames in enumerate(minibatches):
-            self._ranks.ask(Load(number), frames)
+            self._ranks.ask(commands.Load(number), frames)
 
     def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
-        return self._report(Score(minibatch, enforce, prove, full))
+        return self._report(commands.Score(minibatch, enforce, prove, full))
 
     def prepare(self, minibatch: int, *, prove: bool) -> PassReport:
-        return self._report(Prepare(minibatch, prove))
+        return self._report(commands.Prepare(minibatch, prove))
 
     def step(self, minibatch: int, *, prove: bool, advantages: NDArray[np.float32] | None = None) -> PassReport:
-        return self._report(Step(minibatch, prove, None if advantages is None else Array.of(advantages)))
+        return self._report(commands.Step(minibatch, prove, None if advantages is None else Array.of(advantages)))
 
     def trace(self, microbatch: int) -> Traced:
-        tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(Trace(microbatch))]
+        tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(commands.Trace(microbatch))]
         recorded = [each[1] for each in tables if len(each) > 1]
         return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
 
     def give_back(self, *, stage: bool) -> None:
-        self._ranks.ask(GiveBack(stage))
+        self._ranks.ask(commands.GiveBack(stage))
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         assert self._updates is not None, "a stage without an engine"
         return self._updates.publish(version, verify=verify, taken=taken)
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
-        self._ranks.ask(Save(name, state, list(corrupt)))
+        self._ranks.ask(commands.Save(name, state, list(corrupt)))
 
     def poll_save(self, *, wait: bool = False) -> None:
-        self._ranks.ask(PollSave(wait))
+        self._ranks.ask(commands.PollSave(wait))
 
     def restore(self, checkpoint: Path) -> None:
-        self._ranks.ask(Restore(str(checkpoint)))
+        self._ranks.ask(commands.Restore(str(checkpoint)))
 
     def export(self, folder: Path, like: Path) -> None:
-        self._ranks.ask(Export(str(folder), str(like)))
+        self._ranks.ask(commands.Export(str(folder), str(like)))
 
     def rewrite(self, model: Path, checkpoint: Path, folder: Path) -> None:
-        self._ranks.ask(Rewrite(str(model), str(checkpoint), str(folder)))
+        self._ranks.ask(commands.Rewrite(str(model), str(checkpoint), str(folder)))
 
     def close(self) -> None:
         with ending(self._close_updates):

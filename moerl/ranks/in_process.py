@@ -20,7 +20,7 @@ class InProcess:
     """
 
     def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
-        layout = groups.start(rank=0, world_size=1, rendezvous="", dims=config.parallel.dims, seed=config.seed)
+        layout = groups.start(rank=0, rendezvous="", dims=config.parallel.dims, seed=config.seed)
         self._worker = Worker(config, layout, watch)
         self._engine: PolicyEngine | None = None
         self._replies: list[Reply] = []

@@ -22,9 +22,7 @@ from moerl.machine.interfaces import interface_variables
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.child import Child
 from moerl.processes.parent import child_environment, new_rendezvous
-from moerl.ranks.away import RankAway, RanksAway
-from moerl.ranks.child import PROGRAM, log_of, rank_variables, remove_empty_folders
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
+from moerl.ranks.away import CLOSING_SECONDS, GRACE_SECONDS, PROGRAM, RankAway, RanksAway, rank_variables
 
 
 class _Rank(RankAway):
@@ -49,8 +47,8 @@ class Processes(RanksAway[_Rank]):
         super().__init__(config, watch)
         self._meeting = new_rendezvous(config.run_dir)
         with undoing(self._end):  # an interrupt, too, leaves none behind
-            for rank in range(config.parallel.world_size):
-                log, held = log_of(config.run_dir, rank), () if lock is None else (lock,)
+            for rank, log in enumerate(self._logs):
+                held = () if lock is None else (lock,)
                 child = Child(PROGRAM, log, _environment(config, rank), inherited=held)
                 self._ranks.append(_Rank(rank, child, log))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
@@ -105,7 +103,7 @@ class Processes(RanksAway[_Rank]):
             rank.child.kill()
             rank.child.release()
         discard(self._meeting)
-        remove_empty_folders([rank.log for rank in self._ranks])
+        self._remove_empty_logs()
 
 
 def _environment(config: RankConfig, rank: int) -> dict[str, str]:

@@ -11,16 +11,15 @@ update is open, and no other thread may ask its senders for anything.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Sequence
 
 from moerl.contract.commands import AnyCommand, Hold, Reply, Resend, Target
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import WeightUpdate
-from moerl.errors import MoerlError, WeightSyncError
+from moerl.errors import MoerlError, WeightSyncError, undoing
+from moerl.ranks.away import GRACE_SECONDS
 from moerl.ranks.port import Ranks
-from moerl.ranks.replies import GRACE_SECONDS
 from moerl.rollout.fleet.senders import Part
 
 
@@ -48,14 +47,12 @@ class RanksInTurn:
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
         """Does the same as `Ranks.tell`. Other threads wait until this thread has called `replies`."""
-        with contextlib.ExitStack() as undo:
-            self._turn.acquire()
-            undo.callback(self._turn.release)
+        self._turn.acquire()
+        with undoing(self._turn.release):
             self._end_told()
             self._check()
             self._ranks.tell(command, frames)
             self._is_told = True
-            undo.pop_all()
 
     def replies(self) -> list[Reply]:
         self._is_told = False

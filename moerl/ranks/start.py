@@ -27,13 +27,11 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     """
     config = RankConfig.model_validate_json(start.config)
     quiet_libraries()
-    world_size = config.parallel.world_size
     torch.set_num_threads(rank_threads(config, "sft"))
     if torch.cuda.is_available():
         check_gpus(start.local_ranks, _gpus_of_servers(config), torch.cuda.device_count())
     layout = groups.start(
         rank=start.rank,
-        world_size=world_size,
         rendezvous=start.rendezvous,
         dims=config.parallel.dims,
         seed=config.seed,

@@ -21,7 +21,7 @@ from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Publish, ReceiverAddress, Reply
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
-from moerl.errors import WeightSyncError, undoing
+from moerl.errors import undoing
 from moerl.ranks.senders import RankSenders, RanksInTurn
 from moerl.ranks.weights import FOLDER
 from moerl.rollout.beside.engine import BesideEngine
@@ -94,7 +94,7 @@ class LedUpdates:
             # Of rank 0, which is a sender.
             metrics = {**replies[0].metrics, "weights/check_seconds": 0.0}
             if self._ends_later:
-                self._thread.submit("end_update", lambda: taken(_problem_of(lambda: self._end(update, sent))))
+                self._thread.submit("end_update", lambda: self._end(update, sent, taken))
                 return metrics
             metrics["weights/end_seconds"] += self._timed("end_update", lambda: self._take(update))
             if sent is not None:
@@ -104,10 +104,15 @@ class LedUpdates:
 
     # --- in the thread of updates ------------------------------------------------------------------------------------
 
-    def _end(self, update: WeightUpdate, sent: Mapping[str, int] | None) -> None:
-        self._take(update)
-        if sent is not None:
-            self._engine.verify(sent)
+    def _end(self, update: WeightUpdate, sent: Mapping[str, int] | None, taken: Taken) -> None:
+        try:
+            self._take(update)
+            if sent is not None:
+                self._engine.verify(sent)
+        except Exception as problem:  # noqa: BLE001 - thread boundary: the loop raises it
+            taken(problem)
+        else:
+            taken(None)
 
     def _take(self, update: WeightUpdate) -> None:
         """Has the engine take an update into use. An update on disk is read and handed to the engine first."""
@@ -134,12 +139,7 @@ class LedUpdates:
             return returned[0]
         if not isinstance(problem, Exception):
             raise problem
-        raise WeightSyncError(
-            f"weight update: the engine failed in {doing}",
-            seen=f"{type(problem).__name__}: {problem}",
-            expected="a whole update",
-            remedy="see to the engine; it keeps the version it had, unless it says otherwise",
-        ) from problem
+        raise self._thread.failure(doing, problem) from problem
 
     def _abandon(self) -> None:
         """Has the engine forget the update, and waits a moment for its answer: the engine may be gone, or hang.
@@ -155,11 +155,3 @@ class LedUpdates:
 def _sent(replies: Sequence[Reply]) -> dict[str, int]:
     """Returns the checksums of all senders, by tensor."""
     return {name: value for reply in replies for name, value in reply.checksums.items() if value is not None}
-
-
-def _problem_of(run: Callable[[], None]) -> Exception | None:
-    try:
-        run()
-    except Exception as problem:  # noqa: BLE001 - thread boundary: the loop raises it
-        return problem
-    return None

@@ -110,7 +110,12 @@ class WeightSync:
             case Hold() if servers is not None:
                 self._publisher.ask_sink("hold", partial(servers.hold, command.version))
             case Resend() if servers is not None:
-                return Reply(failed=self._resend(servers, command))
+                kept: list[Any] = []
+                ask = self._publisher.ask_sink
+                ask("resend", lambda: kept.extend(servers.held(command.version, command.targets)))
+                for number, bucket in enumerate(kept):
+                    ask(f"resend: bucket {number}", partial(servers.resend, bucket, command.targets))
+                return Reply(failed=servers.failed())
             case _:
                 pass
         return Reply()
@@ -120,13 +125,6 @@ class WeightSync:
         if isinstance(self._sink, ServersSink):
             with contextlib.suppress(WeightSyncError):
                 self._publisher.ask_sink("close", self._sink.close)
-
-    def _resend(self, servers: ServersSink, command: Resend) -> dict[str, str]:
-        kept: list[Any] = []
-        self._publisher.ask_sink("resend", lambda: kept.extend(servers.held(command.version, command.targets)))
-        for number, bucket in enumerate(kept):
-            self._publisher.ask_sink(f"resend: bucket {number}", partial(servers.resend, bucket, command.targets))
-        return servers.failed()
 
 
 def _sink(
@@ -149,11 +147,5 @@ def _sink(
         )
     if receiver is not None:
         return PushingSink(receiver)
-    if engine is None:
-        raise WeightSyncError(
-            f"rank {rank}: a sender without an engine",
-            seen="no engine in this process and no receiver",
-            expected="one of them for an rl stage",
-            remedy="build the stage with an engine",
-        )
+    assert engine is not None, "a sender without an engine or a receiver"
     return EngineHere(engine)

@@ -16,33 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.config.ranks import RankConfig, rank_threads
+from moerl.contract import commands
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
-from moerl.contract.commands import (
-    AnyCommand,
-    Array,
-    Build,
-    Close,
-    Export,
-    GiveBack,
-    Hold,
-    Load,
-    PollSave,
-    Prepare,
-    Profile,
-    Publish,
-    RankPassReport,
-    Reply,
-    Resend,
-    Restore,
-    Rewrite,
-    Save,
-    Score,
-    Start,
-    Step,
-    Trace,
-    UseOfDevice,
-)
+from moerl.contract.commands import AnyCommand, Array, RankPassReport, Reply
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine
@@ -84,15 +61,6 @@ class _Minibatch:
     recorded: StepReport | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unproved:
-    """A pass whose proof failed: the model, its shares, and the traces that it was compared with, if any."""
-
-    model: MegatronTrainer
-    batches: list[Microbatch]
-    traces: Sequence[TracedRows]
-
-
 class Worker:
     """One rank.
 
@@ -117,7 +85,8 @@ class Worker:
         self._reference: MegatronTrainer | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
-        self._unproved: _Unproved | None = None
+        # The pass whose proof failed: the model, its shares, and the traces that it was compared with, if any.
+        self._unproved: tuple[MegatronTrainer, list[Microbatch], Sequence[TracedRows]] | None = None
         self._staged: StagedState | None = None
 
     def run(self, command: AnyCommand, frame: bytes = b"", engine: PolicyEngine | None = None) -> Reply:
@@ -131,46 +100,51 @@ class Worker:
             MoerlError: as the method of `moerl.contract.trainer.Trainer` with the command's name.
         """
         match command:
-            case Build():
+            case commands.Build():
                 return self._build(command, engine)
-            case Load():
+            case commands.Load():
                 self._profiler.end_rollout()
-                self._load(command.number, frame)
-            case Score():
+                batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
+                self._minibatches[command.number :] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
+            case commands.Score():
                 with profiling.named("scoring"):
                     return Reply(report=RankPassReport.of(self._score(command)))
-            case Prepare():
+            case commands.Prepare():
                 with profiling.named("scoring"):
                     return Reply(report=RankPassReport.of(self._prepare(command)))
-            case Step():
+            case commands.Step():
                 with profiling.named("training"):
                     return Reply(report=RankPassReport.of(self._step(command)))
-            case UseOfDevice():
+            case commands.UseOfDevice():
                 return Reply(device=platform.device_use())
-            case Profile():
-                self._profile(command.step)
-            case Trace():
+            case commands.Profile() if self._layout.rank > 0:
+                pass  # all ranks do the same at the same time
+            case commands.Profile(step=0):
+                self._profiler.end()
+            case commands.Profile():
+                self._profiler.begin(command.step)
+            case commands.Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
-            case Publish() | Hold() | Resend():
+            case commands.Publish() | commands.Hold() | commands.Resend():
                 return self._sync(command)
-            case GiveBack():
+            case commands.GiveBack():
                 self._staged = self._trained.stage() if command.stage else None
                 self._trained.give_back()
-            case Save():
-                self._store.disregard(command.corrupt)
+            case commands.Save():
+                self._store.corrupt |= set(command.corrupt)
                 staged, self._staged = self._staged or self._trained.stage(), None
                 self._saver.save(command.checkpoint, staged, command.state)
-            case PollSave():
+            case commands.PollSave():
                 (self._saver.wait if command.wait else self._saver.poll)()
-            case Restore():
+            case commands.Restore():
                 self._trained.restore(Path(command.checkpoint))
-            case Export():
+            case commands.Export():
                 self._write_model(Path(command.folder), Path(command.like), self._trained)
-            case Rewrite():
+            case commands.Rewrite():
                 self._rewrite(command)
-            case Close():
+            case commands.Close():
                 self.close()
-            case Start():  # run before there is a worker
+            case commands.Start():  # run before there is a worker
                 pass
         return Reply()
 
@@ -181,13 +155,13 @@ class Worker:
         self._leave_receivers()
         self._saver.wait()
 
-    def _sync(self, command: Publish | Hold | Resend) -> Reply:
+    def _sync(self, command: commands.Publish | commands.Hold | commands.Resend) -> Reply:
         """Syncs weights. With `trainer.sleep` the models rest after `Publish`: the engine goes on after all replies."""
         assert self._weights is not None
         with profiling.named("sync"):
             reply = self._weights.run(command)
             for model in (self._policy, self._reference):
-                if model is not None and isinstance(command, Publish) and self._config.trainer.sleep:
+                if model is not None and isinstance(command, commands.Publish) and self._config.trainer.sleep:
                     model.rest()
         return reply
 
@@ -196,14 +170,6 @@ class Worker:
         if weights is not None:
             weights.close()
 
-    def _profile(self, step: int) -> None:
-        """Begins or ends a profile, on rank 0 alone: all ranks do the same at the same time."""
-        if self._layout.rank == 0:
-            if step:
-                self._profiler.begin(step)
-            else:
-                self._profiler.end()
-
     @property
     def _trained(self) -> MegatronTrainer:
         assert self._policy is not None, "no stage is built"
@@ -211,7 +177,7 @@ class Worker:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _build(self, command: Build, engine: PolicyEngine | None) -> Reply:
+    def _build(self, command: commands.Build, engine: PolicyEngine | None) -> Reply:
         config, self._stage = self._config, command.stage
         torch.set_num_threads(rank_threads(config, command.stage))
         model = replace(read_model(model_on_this_node(command.model)), spec=command.spec)
@@ -260,7 +226,7 @@ class Worker:
             for _ in source.export():
                 pass
 
-    def _rewrite(self, command: Rewrite) -> None:
+    def _rewrite(self, command: commands.Rewrite) -> None:
         options = self._model_options(self._config.sft.moe_aux_loss_coef)
         model = PolicyModel(read_model(model_on_this_node(command.model)), options, self._layout)
         load_weights(Path(command.checkpoint), model.chunks)
@@ -268,11 +234,7 @@ class Worker:
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    def _load(self, number: int, frame: bytes) -> None:
-        batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
-        self._minibatches[number:] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
-
-    def _score(self, command: Score) -> PassReport:
+    def _score(self, command: commands.Score) -> PassReport:
         batches = self._minibatches[command.minibatch].given
         scorer = self._scorer(batches, with_full=command.full)
         with self._proving(self._trained, batches):
@@ -281,7 +243,7 @@ class Worker:
             )
         return self._report(batches, scores)
 
-    def _prepare(self, command: Prepare) -> PassReport:
+    def _prepare(self, command: commands.Prepare) -> PassReport:
         minibatch, config = self._minibatches[command.minibatch], self._config
         batches, mode = minibatch.given, config.keep_routing.mode
         if mode == "trainer":
@@ -301,7 +263,7 @@ class Worker:
             )
         return self._report(batches, minibatch.proximal)
 
-    def _step(self, command: Step) -> PassReport:
+    def _step(self, command: commands.Step) -> PassReport:
         self._staged = None  # of the weights before this step
         minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
         batches = minibatch.batches
@@ -321,7 +283,7 @@ class Worker:
             report = replace(report, agreement_LS=own.agreement_LS, live_rows_L=own.live_rows_L)
         return self._report(batches, rows, report)
 
-    def _loss(self, minibatch: _Minibatch, command: Step) -> PolicyGradientLoss:
+    def _loss(self, minibatch: _Minibatch, command: commands.Step) -> PolicyGradientLoss:
         algorithm, scorer, drift = self._config.algorithm, self._scorer(minibatch.batches), None
         if self._reference is not None and not algorithm.kl_in_reward:
             scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
@@ -386,13 +348,13 @@ class Worker:
         try:
             yield
         except UnprovedError:
-            self._unproved = _Unproved(model, batches, traces)
+            self._unproved = model, batches, traces
             raise
 
-    def _trace(self, command: Trace) -> list[NDArray[np.int64]]:
+    def _trace(self, command: commands.Trace) -> list[NDArray[np.int64]]:
         """Returns the rows that reached this rank's dispatchers, and those recorded if its own routing is kept."""
         assert self._unproved is not None, "no proof has failed"
-        failed, number = self._unproved, command.microbatch
-        tables = [failed.model.trace(failed.batches, number)]
-        tables += [failed.traces[number]] if failed.traces else []
+        model, batches, traces = self._unproved
+        tables = [model.trace(batches, command.microbatch)]
+        tables += [traces[command.microbatch]] if traces else []
         return [as_words(table, self._layout.rank) for table in tables]

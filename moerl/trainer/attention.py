@@ -112,35 +112,21 @@ _packed: Any = WeakTensorKeyDictionary()
 """`PackedRows` by the `cu_seqlens` that Megatron hands down; its rotary embedding gets nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRows:
-    """Pairs of a sequence and a row that its attention reads."""
-
-    sequences: NDArray[np.int64]
-    """Numbers of the sequences."""
-
-    rows: NDArray[np.int64]
-    """Rows of the whole microbatch."""
-
-    positions: NDArray[np.int64]
-    """Positions at which the sequences read them."""
-
-
-def seen_rows(batch: Microbatch, *, size: int, rank: int) -> SeenRows:
-    """Returns the rows that attention reads. Arguments as in `describe`."""
+def seen_rows(batch: Microbatch, *, size: int, rank: int) -> tuple[NDArray[np.int64], ...]:
+    """Returns every pair of a sequence and a row that its attention reads: numbers of the sequences, rows of the whole
+    microbatch, and positions at which the sequences read them. Arguments as in `describe`."""
     if batch.prefix_of is None:
         cu_seqlens = batch.cu_seqlens
         lengths = np.diff(cu_seqlens).astype(np.int64)
         rows = np.arange(int(cu_seqlens[-1]))
         starts = np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
-        return SeenRows(np.repeat(np.arange(len(lengths)), lengths), rows, rows - starts)
+        return np.repeat(np.arange(len(lengths)), lengths), rows, rows - starts
     found = []
     for group in PackedRows.of(batch, size, rank).groups:
         real, rows = group.keys.real.numpy(), group.keys.rows.numpy()
         number, position = np.divmod(real, len(rows) // len(group.members))
         found.append((group.members[number], rows[real], position))
-    sequences, rows, positions = (np.concatenate(each) for each in zip(*found, strict=True))
-    return SeenRows(sequences, rows, positions)
+    return tuple(np.concatenate(each) for each in zip(*found, strict=True))
 
 
 def describe(cu_seqlens: Tensor, batch: Microbatch, *, size: int, rank: int) -> None:

@@ -80,7 +80,7 @@ def _routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) ->
 
 
 @torch.no_grad()
-def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor, rate: float = EXPERT_BIAS_RATE) -> None:
+def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor) -> None:
     """Moves the bias of every router of this rank by one step towards equal load. A collective of all ranks.
 
     Call after an update was applied, never after a skipped one.
@@ -88,7 +88,6 @@ def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor, rat
     Args:
         expert_load_RE: rows per expert that this rank dispatched in the forward passes of the step, pad rows left out,
             one row per router in the order of `routers_of`.
-        rate: size of the step.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
@@ -100,7 +99,7 @@ def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor, rat
     # float64 counts exactly, and this sum is over all ranks.
     load_RE = expert_load_RE.to(device=biases_RE.device, dtype=torch.float64)
     group: Any = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    updated_RE = get_updated_expert_bias(load_RE, biases_RE, rate, tp_dp_cp_group=group)
+    updated_RE = get_updated_expert_bias(load_RE, biases_RE, EXPERT_BIAS_RATE, tp_dp_cp_group=group)
     for router, bias_E in zip(routers, updated_RE, strict=True):
         router.expert_bias.copy_(bias_E)
 

@@ -21,8 +21,7 @@ from moerl.errors import UnprovedError
 from moerl.kernels.kept import KeptRows
 from moerl.kernels.mixing import mix, signed
 from moerl.trainer import attention, transfers
-from moerl.trainer.replay_rows import routing_slice
-from moerl.trainer.routing_checksums import row_keys
+from moerl.trainer.replay_rows import routing_slice, row_keys
 
 
 def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
@@ -34,13 +33,13 @@ def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
     mine, size, rank = routing_slice(batch, layout), layout.dims.context, layout.context_rank
     place_T = np.full(batch.num_rows_of_all, -1)
     place_T[context_rows(batch.cu_seqlens, size, rank)[mine]] = np.arange(batch.num_rows)[mine]
-    seen = attention.seen_rows(batch, size=size, rank=rank)
-    counted = place_T[seen.rows] >= 0
-    counted[counted] = ~batch.is_pad[place_T[seen.rows[counted]]]
-    rows, positions = seen.rows[counted], torch.from_numpy(seen.positions[counted])
+    sequences, rows, places = attention.seen_rows(batch, size=size, rank=rank)
+    counted = place_T[rows] >= 0
+    counted[counted] = ~batch.is_pad[place_T[rows[counted]]]
+    rows, positions = rows[counted], torch.from_numpy(places[counted])
     keys_N = torch.from_numpy(batch.rollout_keys.view(np.int64).copy())
     sources_T = keys_N.repeat_interleave(torch.from_numpy(np.diff(batch.cu_seqlens)))
-    salts = mix(keys_N[seen.sequences[counted]] + positions * signed(POSITION_PRIME)) + sources_T[rows] * LAYER_PRIME
+    salts = mix(keys_N[sequences[counted]] + positions * signed(POSITION_PRIME)) + sources_T[rows] * LAYER_PRIME
     tokens = torch.from_numpy(batch.input_ids[place_T[rows]])
     return mix(salts + (tokens + 1) * signed(EXPERT_PRIME)).sum()
 

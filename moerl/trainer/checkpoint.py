@@ -87,6 +87,10 @@ class CheckpointStore:
         folder: has one directory per checkpoint, named by `CheckpointName`.
         keep: checkpoints to keep, at least 1.
         find_state_problem: returns what is wrong with a stored state, None if it can be used.
+
+    Attributes:
+        corrupt: names of checkpoints that `latest`, or another store of the same folder, found to be corrupt: they do
+            not count as kept ones.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self._find_state_problem = find_state_problem
-        self._corrupt: set[str] = set()
+        self.corrupt: set[str] = set()
 
     def begin(self, name: str) -> Path:
         """Makes an empty directory to write into, and removes leftovers of interrupted attempts."""
@@ -113,8 +117,6 @@ class CheckpointStore:
 
     def commit(self, name: str, state: dict[str, Any], files: Mapping[str, Any]) -> Path:
         """Writes the manifest, renames, removes the oldest beyond `keep`.
-
-        Checkpoints that `latest` found to be corrupt do not count as kept ones.
 
         Args:
             files: results of `describe` of all files, from the ranks that wrote them.
@@ -138,8 +140,8 @@ class CheckpointStore:
         replace_folder(temporary, final)
         with atomic_file(self._last_written) as path:
             path.write_text(f"{name}\n")
-        self._corrupt.discard(name)
-        for old in [each for each in self.names() if each not in self._corrupt][: -self.keep]:
+        self.corrupt.discard(name)
+        for old in [each for each in checkpoint_names(self.folder) if each not in self.corrupt][: -self.keep]:
             remove(self.folder / old)
         return final
 
@@ -167,7 +169,7 @@ class CheckpointStore:
             CheckpointError: checkpoints exist and none of them is valid.
         """
         skipped: list[str] = []
-        for name in reversed(self.names()):
+        for name in reversed(checkpoint_names(self.folder)):
             problem = find_problem(self.folder / name)
             state = {} if problem else read_state(self.folder / name)
             if problem is None and self._find_state_problem is not None:
@@ -175,7 +177,7 @@ class CheckpointStore:
             if problem is None:
                 return Checkpoint(self.folder / name, state, tuple(skipped))
             skipped.append(f"{name}: {problem}")
-            self._corrupt.add(name)
+            self.corrupt.add(name)
         if skipped:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is valid",
@@ -185,30 +187,16 @@ class CheckpointStore:
             )
         return None
 
-    @property
-    def corrupt(self) -> list[str]:
-        """Names of checkpoints that `latest` found, or `disregard` was given, as corrupt; sorted."""
-        return sorted(self._corrupt)
-
-    def disregard(self, names: Iterable[str]) -> None:
-        """Marks checkpoints as corrupt, as another store of the same folder found: they do not count as kept ones."""
-        self._corrupt |= set(names)
-
-    def names(self) -> list[str]:
-        """Returns the names of all checkpoints, valid or not, in the order of writing."""
-        return checkpoint_names(self.folder)
-
 
 def find_problem(path: Path) -> str | None:
     """Returns what is wrong with a checkpoint directory; None if it is valid."""
     try:
         manifest = _read_manifest(path)
-        files = _listed_files(manifest)
         named = parse_name(path.name)
         stored = manifest["state"].get("stage"), manifest["state"].get("step")
         if named is None or stored != (named.stage, named.step):
             return f"it holds step {stored[1]} of stage {stored[0]}: a copy under another name"
-        return _find_file_problem(path, files)
+        return _find_file_problem(path, manifest["files"])
     except _DamageError as damage:
         return str(damage)
     except OSError as error:
@@ -225,8 +213,8 @@ class _DamageError(Exception):
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Returns the content of a manifest that matches its own hash and has this format, a state and a list of files.
-    Raises `_DamageError` for any other."""
+    """Returns the content of a manifest that matches its own hash and has this format, a state, and a list of files of
+    the checkpoint with the size and hash of each. Raises `_DamageError` for any other."""
     file = path / MANIFEST
     if not file.is_file():
         raise _DamageError(f"{MANIFEST} is not a file" if file.exists() else "no manifest")
@@ -244,19 +232,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for key in ("state", "files"):
         if not isinstance(manifest.get(key), dict):
             raise _DamageError(f"the manifest has no mapping {key!r}")
-    return manifest
-
-
-def _listed_files(manifest: Mapping[str, Any]) -> Facts:
-    """Returns the files of a manifest with the size and hash of each. Raises `_DamageError` for one outside of the
-    checkpoint."""
     for name, facts in manifest["files"].items():
         parts = PurePosixPath(name).parts
         is_inside = parts and not name.startswith("/") and ".." not in parts and "\0" not in name
         is_whole = isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("blake2b")) is str
         if not is_inside or not is_whole:
             raise _DamageError(f"the manifest lists {name!r} as {facts!r:.100}")
-    return manifest["files"]
+    return manifest
 
 
 def _find_file_problem(path: Path, files: Facts) -> str | None:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.errors import CheckpointError
@@ -76,7 +75,14 @@ def write_shards(entries: Mapping[str, Any], folder: Path, rank: int) -> list[Sh
     items = {item.index: item for item in plan.items}
     written = writer.write_data(plan, planner)
     written.wait()
-    return [_shard(items[result.index], result.storage_data) for result in written.value()]
+    shards = []
+    for result in written.value():
+        box, tensor, place = None, items[result.index].tensor_data, result.storage_data
+        if tensor is not None:
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
+        shards.append(Shard(result.index.fqn, box, place.relative_path, place.offset, place.length))
+    return shards
 
 
 def write_index(shards: Sequence[Shard], folder: Path) -> None:
@@ -92,38 +98,25 @@ def write_index(shards: Sequence[Shard], folder: Path) -> None:
                 raise _not_whole(shard.name, "written twice")
             tensors[shard.name] = BytesStorageMetadata()
             continue
-        whole = TensorStorageMetadata(_properties(shard.box), torch.Size(shard.box.shape), [])
+        whole = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, shard.box.dtype)), torch.Size(shard.box.shape), []
+        )
         known = tensors.setdefault(shard.name, whole)
         if dataclasses.replace(known, chunks=[]) != whole:
             raise _not_whole(shard.name, f"of {shard.box.dtype} {shard.box.shape} on one rank and not on another")
         known.chunks.append(ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)))
     metadata = Metadata(tensors)
     _check(metadata)
-    results = [
-        WriteResult(_index(each), each.length, _StorageInfo(each.file, each.start, each.length)) for each in shards
-    ]
+    results = []
+    for shard in shards:
+        index = MetadataIndex(shard.name, None if shard.box is None else shard.box.offsets)
+        results.append(WriteResult(index, shard.length, _StorageInfo(shard.file, shard.start, shard.length)))
     _writer(folder).finish(metadata, [results])
 
 
 def _writer(folder: Path) -> FileSystemWriter:
     # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
     return FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
-
-
-def _shard(item: WriteItem, place: _StorageInfo) -> Shard:
-    box, tensor = None, item.tensor_data
-    if tensor is not None:
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
-    return Shard(item.index.fqn, box, place.relative_path, place.offset, place.length)
-
-
-def _index(shard: Shard) -> MetadataIndex:
-    return MetadataIndex(shard.name, None if shard.box is None else shard.box.offsets)
-
-
-def _properties(box: Box) -> TensorProperties:
-    return TensorProperties(dtype=getattr(torch, box.dtype))
 
 
 def _check(metadata: Metadata) -> None:

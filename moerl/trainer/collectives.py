@@ -35,12 +35,12 @@ def share_bytes(data: bytes, group: Group = None) -> bytes:
     """Returns the bytes of the group's first rank, on every rank. data: on the first rank; ignored on others."""
     if dist.get_world_size(group) == 1:
         return data
-    to, first = device_of(group), _rank_of(0, group)
+    to = device_of(group)
     is_first = dist.get_rank(group) == 0
     length = torch.tensor([len(data) if is_first else 0], device=to)
-    dist.broadcast(length, src=first, group=group)
+    dist.broadcast(length, group=group, group_src=0)
     buffer = to_tensor(data, to) if is_first else torch.empty(int(length), dtype=torch.uint8, device=to)
-    dist.broadcast(buffer, src=first, group=group)
+    dist.broadcast(buffer, group=group, group_src=0)
     return to_bytes(buffer)
 
 
@@ -52,13 +52,13 @@ def gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
     lengths = _gather_lengths(mine, group, to)
     if dist.get_rank(group) != 0:
         if mine:
-            dist.send(to_tensor(mine, to), dst=_rank_of(0, group), group=group)
+            dist.send(to_tensor(mine, to), group=group, group_dst=0)
         return []
     everyone = [mine]
     for rank, length in enumerate(lengths[1:], start=1):
         buffer = torch.empty(length, dtype=torch.uint8, device=to)
         if length:
-            dist.recv(buffer, src=_rank_of(rank, group), group=group)
+            dist.recv(buffer, group=group, group_src=rank)
         everyone.append(to_bytes(buffer))
     return everyone
 
@@ -82,7 +82,3 @@ def _gather_lengths(mine: bytes, group: Group, to: torch.device) -> list[int]:
     lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=to)
     dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)], device=to), group=group)
     return lengths.tolist()
-
-
-def _rank_of(group_rank: int, group: Group) -> int:
-    return group_rank if group is None else dist.get_global_rank(group, group_rank)

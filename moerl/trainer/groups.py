@@ -5,38 +5,38 @@ Runs in every trainer rank. The backend follows the device: NCCL on GPUs, gloo o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from typing import cast
+import importlib
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ConfigError, MoerlError
 from moerl.machine.torch_start import uncollected
-from moerl.trainer import gloo, megatron_patches, platform
+from moerl.trainer import megatron_patches, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def start(
-    *, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, seed: int, listener: int | None = None
-) -> RankCoordinates:
+def start(*, rank: int, rendezvous: str, dims: ParallelDims, seed: int, listener: int | None = None) -> RankCoordinates:
     """Joins the process group and builds Megatron's groups.
 
     Args:
         rendezvous: ``file://PATH`` or ``tcp://HOST:PORT`` at which the ranks meet; not used by one process.
-        world_size: processes that were started. dims: parallel sizes of as many.
+        dims: parallel sizes, of as many processes as were started.
         seed: of torch and of Megatron's RNG tracker.
         listener: on rank 0 with ``tcp``, the descriptor of a socket that listens at that address. This function takes
             it over.
 
     Raises:
-        ConfigError: the sizes are not of `world_size` processes, or Megatron numbers ranks in another way than
-            `moerl.contract.parallel`.
+        ConfigError: Megatron numbers ranks in another way than `moerl.contract.parallel`.
     """
-    _check_world(world_size, dims)
     with uncollected():
         platform.prepare()
         megatron_patches.apply()
@@ -45,12 +45,12 @@ def start(
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    with gloo.shared_device():
+    with _shared_device():
         dist.init_process_group(
             platform.collective_backend(),
-            store=_store(rendezvous, rank, world_size, listener),
+            store=_store(rendezvous, rank, dims.world_size, listener),
             rank=rank,
-            world_size=world_size,
+            world_size=dims.world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
         mpu.initialize_model_parallel(
@@ -93,8 +93,7 @@ def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) ->
 def _check_numbering(layout: RankCoordinates) -> None:
     """Raises `ConfigError` unless Megatron agrees with `RankCoordinates`, which say in every process who has which
     shares and shards and who sends."""
-    from megatron.core import parallel_state as mpu
-
+    mpu = _parallel_state()
     ours = (
         layout.dims.data,
         layout.tensor_rank,
@@ -122,49 +121,34 @@ def _check_numbering(layout: RankCoordinates) -> None:
         )
 
 
-def _check_world(world_size: int, dims: ParallelDims) -> None:
-    if dims.world_size != world_size:
-        raise ConfigError(
-            "parallel: the sizes are not those of the processes that were started",
-            seen=f"{world_size} processes",
-            expected=f"{dims.world_size}: tensor x pipeline x context x data",
-            remedy="start the run with `moerl train`, which starts the right number",
-        )
+def _parallel_state() -> Any:
+    """Imports and returns Megatron's groups, once `start` has prepared the platform."""
+    return importlib.import_module("megatron.core.parallel_state")
 
 
 def tensor_group() -> dist.ProcessGroup:
     """Returns this rank's tensor-parallel group."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_tensor_model_parallel_group())
+    return _parallel_state().get_tensor_model_parallel_group()
 
 
 def tensor_and_context_group() -> dist.ProcessGroup:
     """Returns the group of the ranks that share the rows of this rank's microbatches."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_tensor_and_context_parallel_group())
+    return _parallel_state().get_tensor_and_context_parallel_group()
 
 
 def context_group() -> dist.ProcessGroup:
     """Returns this rank's context-parallel group."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_context_parallel_group())
+    return _parallel_state().get_context_parallel_group()
 
 
 def pipeline_group() -> dist.ProcessGroup:
     """Returns the group of the stages of this rank's pipeline, first to last."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
+    return _parallel_state().get_pipeline_model_parallel_group()
 
 
 def data_and_context_group() -> dist.ProcessGroup:
     """Returns the group of the ranks that have the same parameters outside of the experts, and different rows."""
-    from megatron.core import parallel_state as mpu
-
-    return cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
+    return _parallel_state().get_data_parallel_group(with_context_parallel=True)
 
 
 def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
@@ -183,7 +167,43 @@ def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
 
 def stop() -> None:
     """Leaves Megatron's groups and the process group."""
-    from megatron.core import parallel_state as mpu
-
-    mpu.destroy_model_parallel()
+    _parallel_state().destroy_model_parallel()
     dist.destroy_process_group()
+
+
+# --- gloo ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shared_device() -> Iterator[None]:
+    """Has the gloo groups that are made in its body share the device of the first of them.
+
+    torch gives each gloo group a device of its own, with a thread that wakes up 100 times a second even if nothing is
+    sent. Megatron makes some 25 groups of a rank, so that an idle rank used 3% of a core.
+    """
+    original = distributed_c10d.ProcessGroupGloo
+    distributed_c10d.ProcessGroupGloo = _OneDevice(original)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
+
+
+class _OneDevice:
+    """Stands in for the class `ProcessGroupGloo`, as a function and as an argument of `isinstance`."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self._options: Any = None
+
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        if self._options is None:
+            first = self._original(store, rank, size, timeout=timeout)
+            self._options = first.options
+            return first
+        options = self._original._Options()
+        options._devices, options._threads, options._timeout = self._options._devices, self._options._threads, timeout
+        return self._original(store, rank, size, options)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._original)

@@ -57,23 +57,15 @@ def new_directory(folder: Path) -> Iterator[Path]:
     with writing(folder), undoing(lambda: shutil.rmtree(partial, ignore_errors=True)):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with _refusals_of_libraries():
+        try:
             yield partial
+        except Exception as error:  # of libraries in Rust, for a full disk: safetensors' own, tokenizers' plain one
+            if not isinstance(error, SafetensorError) and type(error) is not Exception:
+                raise
+            raise OSError(str(error)) from error
         # safetensors makes files for their owner alone; a model is as open as the directory it lies in.
         mode = partial.stat().st_mode & 0o666
         for file in partial.iterdir():
             file.chmod(mode)
         seal(partial)
         replace_folder(partial, folder)
-
-
-@contextmanager
-def _refusals_of_libraries() -> Iterator[None]:
-    """Raises `OSError` in place of the errors of libraries written in Rust for a full disk: safetensors raises its own
-    class, tokenizers plain `Exception`."""
-    try:
-        yield
-    except Exception as error:  # narrowed in the next line
-        if not isinstance(error, SafetensorError) and type(error) is not Exception:
-            raise
-        raise OSError(str(error)) from error

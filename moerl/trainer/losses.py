@@ -189,7 +189,6 @@ class PolicyGradientLoss:
             proximal_T = transfers.to_device(self.proximal_logprobs[microbatch].numpy())
         elif self.drift is not None:
             proximal_T = self.drift.proximal(proximal_T, rollout_T, transfers.to_device(batch.versions))
-        sequences = sequences_of(batch, self.layout)
         rows = PolicyRows(
             trainer_logprobs_T=scores.logprobs_T,
             proximal_logprobs_T=proximal_T,
@@ -197,7 +196,7 @@ class PolicyGradientLoss:
             advantages_T=transfers.to_device(batch.advantages),
             loss_mask_T=transfers.to_device(batch.loss_mask),
             entropy_T=scores.entropy_T,
-            sequences=sequences,
+            sequences=sequences_of(batch, self.layout),
             totals=self.totals,
             draws_T=transfers.to_device(draws(batch, self.layout)),
             scores_T={name: transfers.to_device(values) for name, values in batch.scores.items()},

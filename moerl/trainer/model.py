@@ -5,7 +5,7 @@ Runs in every trainer rank. Weights enter and leave under their Hugging Face che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ class PolicyModel:
         _end_before_head(self.chunks[-1])
         self.load(hf_path)
         if not options.train_router:
-            _freeze_routers(self.chunks)
+            for router in balance.routers_of(self.chunks):
+                router.requires_grad_(False)
 
     def _chunk(self, virtual_stage: int) -> nn.Module:
         layout = self.layout
@@ -153,6 +154,10 @@ class PolicyModel:
         cu_seqlens = transfers.to_device(batch.cu_seqlens)
         longest = int((np.diff(batch.cu_seqlens) + batch.rows_before).max())
         self._describe(cu_seqlens, batch)
+        is_pad_t = transfers.to_device(batch.is_pad)
+        if not bare(module).pre_process:
+            # Megatron slices it for sequence parallelism in the stage with the embedding alone.
+            is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
         return module(
             input_ids=transfers.to_device(batch.input_ids)[None],
             position_ids=transfers.to_device(batch.position_ids)[None],
@@ -164,7 +169,7 @@ class PolicyModel:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            padding_mask=self._padding_mask(module, batch),
+            padding_mask=is_pad_t[None],
             # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
             **({"fp32_output": False} if self.config.bf16 else {}),
         )
@@ -189,14 +194,6 @@ class PolicyModel:
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
         return last.output_layer.weight
-
-    def _padding_mask(self, module: nn.Module, batch: Microbatch) -> Tensor:
-        """Returns the mask of pad rows, bool [1, t]. Megatron slices it for sequence parallelism in the stage with the
-        embedding alone."""
-        is_pad_t = transfers.to_device(batch.is_pad)
-        if not bare(module).pre_process:
-            is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
-        return is_pad_t[None]
 
 
 def bare(module: nn.Module) -> Any:
@@ -227,16 +224,6 @@ def _end_before_head(last: nn.Module) -> None:
 
 def _hand_on(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                for parameter in module.parameters():
-                    parameter.requires_grad_(False)
 
 
 def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:

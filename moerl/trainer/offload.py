@@ -13,18 +13,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moerl.kernels.transfer import HOST
 from moerl.machine.memory import PIECE_ELEMENTS, PIECES
 from moerl.trainer import platform
+from moerl.trainer.rest import host_tensors
 from moerl.trainer.sharded_state import make_moments
 
-SLAB_ELEMENTS = 2**26
-"""Float32 numbers of one allocation of pinned memory: a power of two, to which torch rounds them up."""
 _ALIGNED = 64
 """Numbers; tensors begin at multiples of it in a slot."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,9 +70,10 @@ class OffloadedState:
         self._offloaded = chosen
         self._pieces = _pieces(chosen)
         self._resident = targets[len(chosen) :]
-        self._resident_masters = [_Offloaded(each, masters[each]) for each in self._resident if each in masters]
         self._place()
-        self._inner.step, megatron._copy_main_params_to_model_params = self._update, self._write_resident
+        # Megatron writes all weights after a step: those of pieces are written already.
+        resident = [_Offloaded(each, masters[each]) for each in self._resident if each in masters]
+        self._inner.step, megatron._copy_main_params_to_model_params = self._update, partial(self._write, resident)
 
     @property
     def host_bytes(self) -> int:
@@ -87,8 +87,9 @@ class OffloadedState:
             for each in self._offloaded
             for name in (*_MOMENTS, *(["master"] if each.model is not None else []))
         ]
-        for (each, name), home in zip(places, _homes([each.target for each, _ in places]), strict=True):
-            each.homes[name] = home
+        homes = host_tensors([each.target.numel() for each, _ in places], torch.float32)
+        for (each, name), home in zip(places, homes, strict=True):
+            each.homes[name] = home.view(each.target.shape)
         for each in self._offloaded:
             if each.model is not None:
                 each.homes["master"].copy_(each.target)
@@ -198,10 +199,6 @@ class OffloadedState:
             for name, groups in kept.items():
                 setattr(self._megatron, name, groups)
 
-    def _write_resident(self) -> None:
-        """Replaces Megatron's writing of all weights after a step: those of pieces are written already."""
-        self._write(self._resident_masters)
-
 
 @dataclass(slots=True, eq=False)
 class _Piece:
@@ -238,17 +235,6 @@ def _pieces(parts: Sequence[_Offloaded]) -> list[_Piece]:
         piece.begins[part] = piece.num_elements
         piece.num_elements += size
     return pieces
-
-
-def _homes(like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields float32 tensors in host memory of these shapes, cut from few allocations: pinned ones are rounded up."""
-    left, slab = sum(each.numel() for each in like), torch.empty(0)
-    for each in like:
-        if len(slab) < each.numel():
-            size = max(each.numel(), min(left, SLAB_ELEMENTS))
-            slab = torch.empty(size, dtype=torch.float32, pin_memory=platform.device() != HOST)
-        yield slab[: each.numel()].view(each.shape)
-        slab, left = slab[each.numel() :], left - each.numel()
 
 
 def _pairs(left: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Tensor]]) -> dict[Tensor, Tensor]:

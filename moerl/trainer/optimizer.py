@@ -41,6 +41,11 @@ class Optimizer:
         options: the user's settings.
         total_steps: updates over which the learning rate decays.
         state: places of its state.
+
+    Attributes:
+        modules: the wrapped chunks.
+        gradients: their memory; a step takes it back.
+        megatron: Megatron's optimizer: one, or a chain of one for dense and one for expert parameters.
     """
 
     def __init__(
@@ -71,16 +76,16 @@ class Optimizer:
         for module in self.modules:
             module.broadcast_params()
             fuse_gradients(module)
-        self._gradients = DeviceMemory((buffer.grad_data for buffer in self._buffers()), kept=False)
+        self.gradients = DeviceMemory((buffer.grad_data for buffer in self._buffers()), kept=False)
         if state.offload:
             # Megatron makes all master weights on the device, before they move: they need the memory of gradients.
-            self._gradients.give_back()
+            self.gradients.give_back()
         adam = _adam(options, config.params_dtype, state.sharding)
-        self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
-        parts = optimizers_of(self._optimizer) if state.offload else []
+        self.megatron: Any = get_megatron_optimizer(adam, self.modules)
+        parts = optimizers_of(self.megatron) if state.offload else []
         self._offloaded = [OffloadedState(each, state.offload) for each in parts]
         self._scheduler: Any = OptimizerParamScheduler(
-            self._optimizer,
+            self.megatron,
             init_lr=0.0,
             max_lr=options.lr,
             min_lr=options.lr * options.min_lr_ratio,
@@ -108,7 +113,7 @@ class Optimizer:
             return functions[0] if one else functions
 
         config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self._optimizer.scale_loss
+        config.grad_scale_func = self.megatron.scale_loss
         config.no_sync_func = of_every_chunk("no_sync")
         if self._overlaps:
             config.grad_sync_func = of_every_chunk("start_grad_sync")
@@ -118,16 +123,12 @@ class Optimizer:
         """Clears gradients and temporary tensors for a step, including those of an earlier step that failed."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
-        self._gradients.take_back()
+        self.gradients.take_back()
         self._install_hooks()
         reset_model_temporary_tensors(self._config, self.modules)
         for module in self.modules:
             module.zero_grad_buffer()
-        self._optimizer.zero_grad()
-
-    def give_back_gradients(self) -> None:
-        """Frees the memory of gradients until the next step begins."""
-        self._gradients.give_back()
+        self.megatron.zero_grad()
 
     def _buffers(self) -> list[Any]:
         return [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
@@ -135,13 +136,17 @@ class Optimizer:
     def update(self) -> UpdateReport:
         """Clips, updates, advances the schedule; skips all three if any rank's gradient is not finite."""
         learning_rate = self.learning_rate
-        if not self._gradient_is_finite():
+        # One value is read from the device, however many buffers there are.
+        norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
+        is_bad = (~norms.isfinite().all()).int()
+        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        if int(is_bad):
             self._skipped_in_a_row += 1
             return UpdateReport(0.0, learning_rate, skipped=True, skipped_in_a_row=self._skipped_in_a_row)
         with contextlib.ExitStack() as stack:
             for each in self._offloaded:
                 stack.enter_context(each.updating())
-            _, grad_norm, _ = self._optimizer.step()
+            _, grad_norm, _ = self.megatron.step()
         self._scheduler.step(1)
         self._skipped_in_a_row = 0
         # Transformer Engine clips by a norm that stays on the device: it is read when all kernels are launched.
@@ -160,20 +165,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def _gradient_is_finite(self) -> bool:
-        """Returns True if the gradient is finite on every rank; a collective. Reads one value from the device, however
-        many buffers there are."""
-        norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
-        bad = (~norms.isfinite().all()).int()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return not int(bad)
-
-    @property
-    def megatron(self) -> Any:
-        """Megatron's optimizer: one, or a chain of one for dense and one for expert parameters."""
-        return self._optimizer
+        return float(self.megatron.param_groups[0]["lr"])
 
     def progress(self) -> dict[str, Any]:
         """Returns the state of the schedule and the count of skipped updates; plain data, the same on every rank."""

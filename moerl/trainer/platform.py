@@ -20,7 +20,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ def prepare() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _compile_nothing()
     _replace_cuda_functions()
-    _replace_rng_state()
     _replace_cuda_literals()
     _replace_type_comparisons()
     replace_packed_rope()
@@ -184,9 +183,6 @@ def _replace_cuda_functions() -> None:
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-
-
-def _replace_rng_state() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
@@ -252,27 +248,21 @@ def _replace_cuda_literals() -> None:
 # --- 3: tensor.type() comparisons ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _cuda_type_names() -> Iterator[None]:
+def _replace_type_comparisons() -> None:
     original = torch.Tensor.type
 
     def type_name(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.type = original  # type: ignore[method-assign]
-
-
-def _replace_type_comparisons() -> None:
     def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _cuda_type_names():
+            before, torch.Tensor.type = torch.Tensor.type, type_name  # type: ignore[method-assign]
+            try:
                 return function(*args, **kwargs)
+            finally:
+                torch.Tensor.type = before  # type: ignore[method-assign]
 
         return call
 

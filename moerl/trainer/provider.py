@@ -7,9 +7,10 @@ make stand in its record (`moerl.models.families`), names of checkpoint tensors 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from moerl.errors import ConfigError
@@ -46,7 +47,7 @@ def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tens
         "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef > 0 else "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_z_loss_coeff": None,
-        "transformer_layer_spec": _layer_spec(family),
+        "transformer_layer_spec": partial(_layer_spec, family),
     }
 
 
@@ -101,16 +102,12 @@ def finalize(provider: Any, passed: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _layer_spec(family: Family) -> Callable[..., Any]:
+def _layer_spec(family: Family, config: Any, vp_stage: int | None = None) -> Any:
     """Returns the spec of this platform's layers, with the family's own attention if it has one."""
-
-    def spec(config: Any, vp_stage: int | None = None) -> Any:
-        block = platform.layer_spec(config, vp_stage)
-        if family.megatron_attention:
-            module, name = family.megatron_attention.rsplit(".", 1)
-            attention = getattr(importlib.import_module(module), name)
-            for layer in block.layer_specs:
-                layer.submodules.self_attention.module = attention
-        return block
-
-    return spec
+    block = platform.layer_spec(config, vp_stage)
+    if family.megatron_attention:
+        module, name = family.megatron_attention.rsplit(".", 1)
+        attention = getattr(importlib.import_module(module), name)
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = attention
+    return block

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import torch
+from torch import Tensor
 
+from moerl.kernels.transfer import HOST
 from moerl.trainer.collectives import all_gather_bytes, to_bytes, to_tensor
 
 
-def gather_random_states() -> list[dict[str, Any]]:
-    """Gathers the random states of all ranks: of torch's generators, and those that Megatron keeps for parallel
-    regions."""
-    mine = {
+class RandomState(TypedDict):
+    """States of a rank's generators, each uint8 [bytes]."""
+
+    cpu: Tensor
+    """State of torch's generator of the host."""
+    device: Tensor | None
+    """State of torch's generator of the rank's GPU; None on a CPU."""
+    regions: dict[str, Tensor]
+    """States that Megatron keeps for parallel regions, by name."""
+
+
+def gather_random_states() -> list[RandomState]:
+    """Gathers the random states of all ranks, in rank order."""
+    mine: RandomState = {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
         "regions": {name: value.cpu() for name, value in _regions().get_states().items()},
     }
-    return [_decode_states(each) for each in all_gather_bytes(_encode_states(mine))]
+    decoder = msgspec.msgpack.Decoder(RandomState, dec_hook=lambda kind, data: to_tensor(data, HOST))
+    return [decoder.decode(each) for each in all_gather_bytes(msgspec.msgpack.encode(mine, enc_hook=to_bytes))]
 
 
-def _encode_states(states: Mapping[str, Any]) -> bytes:
-    """Encodes states of generators, which are uint8 [bytes]."""
-    return msgspec.msgpack.encode(states, enc_hook=to_bytes)
-
-
-def _decode_states(data: bytes) -> dict[str, Any]:
-    sent = msgspec.msgpack.decode(data, type=_RandomStates)
-    cpu = torch.device("cpu")
-    return {
-        "cpu": to_tensor(sent.cpu, cpu),
-        "device": None if sent.device is None else to_tensor(sent.device, cpu),
-        "regions": {name: to_tensor(state, cpu) for name, state in sent.regions.items()},
-    }
-
-
-class _RandomStates(msgspec.Struct):
-    cpu: bytes
-    device: bytes | None
-    regions: dict[str, bytes]
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["cpu"])
     if state["device"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["device"])
-    _regions().set_states(dict(state["regions"]))
+    _regions().set_states(state["regions"])
 
 
 def _regions() -> Any:

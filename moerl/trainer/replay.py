@@ -29,9 +29,9 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.kernels import routing
 from moerl.kernels.routing_inputs import Choices
-from moerl.trainer import batch_checksums, groups, platform, routing_checksums, transfers
+from moerl.trainer import batch_checksums, groups, platform, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
-from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
+from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, as_signed, routing_slice, row_origins
 from moerl.trainer.routers import OwnTopK, RouterHook, hook_routers
 
 FORWARD, RECOMPUTE = 0, 1
@@ -108,8 +108,8 @@ class KeepRouting:
         """
         if any(hook.schedule is not None for hook in self.hooks):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
-        schedule = ReplaySchedule(self, batches, what, training=training)
-        _raise_together(schedule.find_unusable_routing())
+        schedule, layers = ReplaySchedule(self, batches, what, training=training), [h.moe_layer for h in self.hooks]
+        _raise_together(find_unusable_routing(batches, layers, self.spec, self.layout, enforce=what.enforce))
         for hook in self.hooks:
             hook.schedule = schedule
         try:
@@ -139,13 +139,6 @@ class ReplaySchedule:
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
         self.kept_sums: dict[int, Tensor] = {}
         self._rows: dict[int, LocalRows] = {}
-
-    def find_unusable_routing(self) -> UnprovedError | None:
-        """Returns the error of a batch that cannot be replayed (`moerl.trainer.replay_checks`); None if all can."""
-        layers = [hook.moe_layer for hook in self.owner.hooks]
-        return find_unusable_routing(
-            self.batches, layers, self.owner.spec, self.owner.layout, enforce=self.what.enforce
-        )
 
     def begin(self, microbatch: int) -> None:
         """Sets the microbatch whose forward pass comes next."""
@@ -269,7 +262,7 @@ class ReplaySchedule:
         """Returns the rows that reached this rank's dispatchers in the forward pass of a microbatch, after a schedule
         with `Replay.trace` or `Replay.record`."""
         rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
-        keys, positions = routing_checksums.row_origins(batch, layout.dims.context, layout.context_rank)
+        keys, positions = row_origins(batch, layout.dims.context, layout.context_rank)
         mine = routing_slice(batch, layout)
         real, counted = ~batch.is_pad[mine], rows.counted
         layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
@@ -340,21 +333,16 @@ class ReplaySchedule:
                 if not self._takes_checksums:
                     continue
                 assert batch.routing_checksums is not None
-                sums_l, expected_l = (
-                    checksums_PMl[phase, microbatch],
-                    routing_checksums.as_signed(batch.routing_checksums),
-                )
+                sums_l = checksums_PMl[phase, microbatch]
+                expected_l = as_signed(batch.routing_checksums)
                 for index in (sums_l != expected_l).nonzero().flatten().tolist():
                     seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
-                    seen += self._left_to_the_router(microbatch)
+                    # No checksum of dispatched rows counts those that were left to the router, though the recorded
+                    # checksum has those that were captured.
+                    if num_live := self._rows[microbatch].num_live:
+                        seen += f", with {num_live} row{'s' * (num_live > 1)} left to the router"
                     return self._problem("checksum", (phase, microbatch, index), seen, f"{wanted} (as recorded)")
         return None
-
-    def _left_to_the_router(self, microbatch: int) -> str:
-        """Returns words about rows that were left to the router: no checksum of dispatched rows counts them, though the
-        recorded checksum has those that were captured."""
-        num_live = self._rows[microbatch].num_live
-        return f", with {num_live} row{'s' * (num_live > 1)} left to the router" if num_live else ""
 
     def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
         phase, microbatch, index = at

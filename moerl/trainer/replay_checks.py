@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.expert_id_checks import rows_are_distinct
@@ -94,7 +93,8 @@ def _expert_problem(
     routed_rlK = batch.expert_ids if len(rows_r) == len(batch.expert_ids) else batch.expert_ids[rows_r]
     if rows_are_distinct(routed_rlK):
         return None
-    row, layer = _first_repeat(routed_rlK)
+    in_order = np.sort(routed_rlK, axis=2)
+    row, layer = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(2))[0].tolist()
     return UnprovedError(
         f"microbatch {microbatch} has a row that repeats an expert",
         seen=f"experts {routed_rlK[row, layer].tolist()} in {_row_name(batch, int(rows_r[row]), layout)},"
@@ -102,12 +102,6 @@ def _expert_problem(
         expected=f"{spec.experts_per_token} distinct experts",
         remedy=remedy,
     )
-
-
-def _first_repeat(expert_ids_rlK: NDArray[np.integer]) -> tuple[int, int]:
-    in_order = np.sort(expert_ids_rlK, axis=2)
-    row, layer = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(2))[0].tolist()
-    return row, layer
 
 
 def _row_name(batch: Microbatch, row: int, layout: RankCoordinates) -> str:

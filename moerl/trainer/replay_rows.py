@@ -1,10 +1,13 @@
-"""The routing rows of one rank: targets and keys of a microbatch, and observations of its rows.
+"""The routing rows of one rank: targets and keys of a microbatch, observations of its rows, and their salts.
 
+The salted checksum of `moerl.contract.routing` is computed from the routing map that is handed to the token dispatcher
+(`moerl.kernels.routing`), and compared with the one computed from the trajectories before packing.
 Runs in every trainer rank. Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +17,12 @@ from torch import Tensor
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
+from moerl.contract.routing import POSITION_PRIME
+from moerl.contract.shares import context_rows
 from moerl.contract.trajectory import ModelSpec
+from moerl.kernels.mixing import mix, signed
 from moerl.kernels.routing_inputs import RoutedRows
-from moerl.trainer import platform, routing_checksums, transfers
+from moerl.trainer import platform, transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +69,7 @@ class LocalRows:
         routed_t, real_t = batch.routed[mine], ~batch.is_pad[mine]
         self.counted = real_t if count_all else routed_t & real_t
         self.num_live, self.num_proved = int((~routed_t & real_t).sum()), int((routed_t & real_t).sum())
-        keys_t = routing_checksums.row_keys(batch, layout.dims.context, layout.context_rank)[mine].numpy()
+        keys_t = row_keys(batch, layout.dims.context, layout.context_rank)[mine].numpy()
         experts = () if batch.expert_ids is None else (batch.expert_ids.swapaxes(0, 1),)
         self._upload = transfers.Upload(keys_t, routed_t, self.counted, real_t, routed_t & real_t, *experts)
         self.layers_differing_t = torch.zeros(len(routed_t), dtype=torch.int32, device=platform.device())
@@ -80,20 +86,48 @@ class LocalRows:
 
     def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
         """Returns the choices of the routers, int64 [t, l, K]; l is 0 in a stage of dense layers alone."""
-        choices = np.zeros((len(self.counted), num_layers, spec.experts_per_token), np.int64)
-        for layer, chosen_tK in enumerate(transfers.to_host([self.recorded[layer] for layer in range(num_layers)])):
-            choices[:, layer] = chosen_tK.numpy()
-        return choices
+        return _by_row(self.recorded, (len(self.counted), num_layers, spec.experts_per_token))
 
     def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
         """Returns checksums of the dispatched routing, row by row: uint64 [t, l]."""
-        checksums = np.zeros((len(self.counted), num_layers), np.int64)
-        for layer, traced_t in enumerate(transfers.to_host([self.traced[layer] for layer in range(num_layers)])):
-            checksums[:, layer] = traced_t.numpy()
-        return checksums.view(np.uint64)
+        return _by_row(self.traced, (len(self.counted), num_layers)).view(np.uint64)
+
+
+def _by_row(of_layers: Mapping[int, Tensor], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Returns the numbers of all layers, each [t, ...], as one array [t, l, ...]."""
+    out = np.zeros(shape, np.int64)
+    for layer, numbers in enumerate(transfers.to_host([of_layers[layer] for layer in range(shape[1])])):
+        out[:, layer] = numbers.numpy()
+    return out
 
 
 def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:
     """Returns the rows of a share that sequence parallelism gives to this rank's routers."""
     num_rows = batch.num_rows // layout.dims.tensor
     return slice(layout.tensor_rank * num_rows, (layout.tensor_rank + 1) * num_rows)
+
+
+# --- salts -----------------------------------------------------------------------------------------------------------
+
+
+def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int = 0) -> Tensor:
+    """Returns the salt of every row of a context-parallel rank, from its rollout and token position: int64 [t].
+
+    Args:
+        batch: that rank's share. ahead: added to positions.
+    """
+    keys_t, positions_t = row_origins(batch, context, context_rank)
+    places_t = torch.from_numpy(positions_t + ahead)
+    return mix(torch.from_numpy(keys_t.view(np.int64)) + places_t * signed(POSITION_PRIME))
+
+
+def row_origins(batch: Microbatch, context: int, context_rank: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Returns the salt of the rollout and the token position of every row of a context-parallel rank: uint64 [t] and
+    int64 [t]."""
+    keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens))
+    return keys_T[context_rows(batch.cu_seqlens, context, context_rank)], batch.position_ids.astype(np.int64)
+
+
+def as_signed(checksums: np.ndarray) -> Tensor:
+    """Returns uint64 checksums as int64 bit patterns."""
+    return torch.from_numpy(checksums.view(np.int64).copy())

@@ -7,7 +7,7 @@ that numpy has seen: the memory stays and is filled with NaN instead, so that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,22 +35,19 @@ class DeviceMemory:
         for each in storages.values():
             whole = torch.empty(0, dtype=torch.uint8, device=each.device)
             self._bytes.append(whole.set_(each.untyped_storage()))
-        self._sizes = [len(each) for each in self._bytes]
         self._kept, self._is_there = kept, True
-        self._host: list[list[Tensor]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes)
+        self._host: list[Tensor] = []
 
     def give_back(self) -> None:
         """Frees the memory; values that are kept are in host memory when this returns."""
         if not self._is_there:
             return
         if self._kept:
-            for whole, parts in zip(self._bytes, self._host_parts(), strict=True):
-                for part, host in zip(whole.split(SLAB_BYTES), parts, strict=True):
-                    host.copy_(part, non_blocking=True)
+            parts = self._parts()
+            if not self._host:
+                self._host = list(host_tensors([len(part) for part in parts], torch.uint8))
+            for part, host in zip(parts, self._host, strict=True):
+                host.copy_(part, non_blocking=True)
         if platform.device() != HOST:
             # The copies, and kernels launched before, may still read the memory.
             torch.cuda.current_stream().synchronize()
@@ -65,28 +62,27 @@ class DeviceMemory:
         """Allocates the memory again, with the values that were kept, or zeros."""
         if self._is_there:
             return
-        for number, (whole, size) in enumerate(zip(self._bytes, self._sizes, strict=True)):
+        for whole in self._bytes:
             if whole.is_cuda:
-                whole.untyped_storage().resize_(size)
+                whole.untyped_storage().resize_(len(whole))
             if not self._kept:
                 whole.zero_()
-                continue
-            for part, host in zip(whole.split(SLAB_BYTES), self._host[number], strict=True):
+        if self._kept:
+            for part, host in zip(self._parts(), self._host, strict=True):
                 part.copy_(host, non_blocking=True)
         self._is_there = True
 
-    def _host_parts(self) -> list[list[Tensor]]:
-        """Returns host memory for all bytes, made once; pinned if there is a device. Small memories share
-        allocations."""
-        if not self._host:
-            is_pinned, left, slab = platform.device() != HOST, self.num_bytes, torch.empty(0, dtype=torch.uint8)
-            for size in self._sizes:
-                parts: list[Tensor] = []
-                for begin in range(0, size, SLAB_BYTES):
-                    length = min(SLAB_BYTES, size - begin)
-                    if len(slab) < length:
-                        slab = torch.empty(min(left, SLAB_BYTES), dtype=torch.uint8, pin_memory=is_pinned)
-                    parts.append(slab[:length])
-                    slab, left = slab[length:], left - length
-                self._host.append(parts)
-        return self._host
+    def _parts(self) -> list[Tensor]:
+        return [part for whole in self._bytes for part in whole.split(SLAB_BYTES)]
+
+
+def host_tensors(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields tensors in host memory of these lengths, pinned if there is a device. They are cut from few allocations,
+    of `SLAB_BYTES` unless one tensor is longer."""
+    left, slab = sum(lengths), torch.empty(0)
+    for length in lengths:
+        if len(slab) < length:
+            size = max(length, min(left, SLAB_BYTES // dtype.itemsize))
+            slab = torch.empty(size, dtype=dtype, pin_memory=platform.device() != HOST)
+        yield slab[:length]
+        slab, left = slab[length:], left - length

@@ -100,14 +100,26 @@ def hook_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterHook]:
     not part of the policy: they are bypassed.
 
     Raises:
-        ReplayError: the routers bypass the hook, or have one already.
+        ReplayError: the routers bypass the hook, have one already, or are of a class other than `TopKRouter`, which
+            asks the hook for every choice.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
 
     refuse_unsupported_routers(config)
-    pattern = _moe_pattern(config)
+    # 1 for every MoE layer of the whole model, 0 for dense ones, by layer number; or one MoE layer in so many.
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
-    _refuse_unknown_routers(found)
+    for layer in found:
+        if type(layer.router) is not TopKRouter:
+            raise ReplayError(
+                f"the router of layer {layer.layer_number} is of an unknown class",
+                seen=type(layer.router).__name__,
+                expected="TopKRouter, which asks the replay hook for every choice",
+                remedy="use a model with plain top-k routers, or teach moerl/trainer/routers.py this class",
+            )
     layers = [layer for layer in found if not layer.router.is_mtp_layer]
     hooks = [
         RouterHook(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
@@ -116,20 +128,6 @@ def hook_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterHook]:
     for hook, layer in zip(hooks, layers, strict=True):
         _install(hook, layer)
     return hooks
-
-
-def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
-    """Raises `ReplayError` for a router of a class other than `TopKRouter`, which asks the hook for every choice."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    for layer in layers:
-        if type(layer.router) is not TopKRouter:
-            raise ReplayError(
-                f"the router of layer {layer.layer_number} is of an unknown class",
-                seen=type(layer.router).__name__,
-                expected="TopKRouter, which asks the replay hook for every choice",
-                remedy="use a model with plain top-k routers, or teach moerl/trainer/routers.py this class",
-            )
 
 
 def _install(hook: RouterHook, layer: Any) -> None:
@@ -163,11 +161,3 @@ def _refuse_dead_router(layer: Any, probs_TE: Tensor) -> None:
             expected="probabilities gathered from the router's own scores",
             remedy="look for what detaches them after the router; to freeze routers set trainer.train_router=false",
         )
-
-
-def _moe_pattern(config: Any) -> list[int]:
-    """Returns 1 for every MoE layer of the whole model, 0 for dense ones, by layer number."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(i % frequency == 0) for i in range(config.num_layers)]
-    return list(frequency)

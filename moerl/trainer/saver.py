@@ -16,8 +16,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -44,8 +43,6 @@ class _Described(msgspec.Struct):
 
 class Saver:
     """Writer of the checkpoints of one run; every method is called by all ranks together.
-
-    As a context it ends with nothing in flight: a checkpoint that was begun is there, or the error says why not.
 
     Args:
         store: of the checkpoints; the same directory for every rank.
@@ -95,19 +92,6 @@ class Saver:
         if in_flight is not None:
             in_flight.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.wait()
-        except CheckpointError as unwritten:
-            if error is None:
-                raise
-            error.add_note(f"and {unwritten}")
-
     def _begin(self, name: str, staged: StagedState) -> None:
         """Makes the directory, unless the file system has less room than the checkpoint may take."""
         answer: tuple[int, str] = (0, "")
@@ -139,34 +123,30 @@ class Saver:
     # --- in the writing thread ---------------------------------------------------------------------------------------
 
     def _write(self, name: str, staged: StagedState, state: dict[str, Any]) -> None:
+        folder = self._store.partial(name)
         try:
-            described = self._write_files(name, staged)
+            paths = sharded_state.write(staged, folder, self._group)
+            try:
+                mine = _Described(describe(folder, paths))
+            except OSError as error:
+                mine = _Described({}, f"rank {dist.get_rank(self._group)}: {error}")
+            gathered = gather_bytes(msgspec.json.encode(mine), self._group)
+            described = [msgspec.json.decode(each, type=_Described) for each in gathered]
             problem = self._commit(name, state, described) if self._is_main else ""
             problem = share_bytes(problem.encode(), self._group).decode()
             if problem:
-                raise sharded_state.unwritten(self._store.partial(name), problem)
+                raise sharded_state.unwritten(folder, problem)
         except CheckpointError:
             self._abandon(name)
             raise
         except RuntimeError as error:
             # gloo raises this for a rank that is gone.
             self._abandon(name)
-            raise sharded_state.unwritten(self._store.partial(name), " ".join(str(error).split())[:300]) from error
+            raise sharded_state.unwritten(folder, " ".join(str(error).split())[:300]) from error
 
     def _abandon(self, name: str) -> None:
         if self._is_main:
             self._store.abandon(name)
-
-    def _write_files(self, name: str, staged: StagedState) -> list[_Described]:
-        """Writes this rank's files; returns the reports of all ranks on rank 0, nothing on others."""
-        folder = self._store.partial(name)
-        paths = sharded_state.write(staged, folder, self._group)
-        try:
-            mine = _Described(describe(folder, paths))
-        except OSError as error:
-            mine = _Described({}, f"rank {dist.get_rank(self._group)}: {error}")
-        gathered = gather_bytes(msgspec.json.encode(mine), self._group)
-        return [msgspec.json.decode(each, type=_Described) for each in gathered]
 
     def _commit(self, name: str, state: dict[str, Any], described: Sequence[_Described]) -> str:
         """Commits the checkpoint, on rank 0; returns what went wrong, empty if nothing did."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
 from moerl.trainer.checkpoint_index import Shard, write_index, write_shards
 from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes
@@ -47,12 +48,13 @@ class StagedState:
     """Bytes on disk, at most."""
 
 
-def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any]) -> StagedState:
+def stage(chunks: Sequence[nn.Module], optimizer: Any, dims: ParallelDims, extra: Mapping[str, Any]) -> StagedState:
     """Copies the state that this rank has to write into host memory. A collective of all ranks.
 
     Args:
         chunks: bare Megatron models, one per virtual pipeline stage of this rank.
         optimizer: the Megatron optimizer over them.
+        dims: parallel sizes.
         extra: plain data, the same on every rank; comes back from `load`.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -64,7 +66,7 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
     common = {
         "extra": dict(extra),
         "adam_steps": _adam_steps(optimizer),
-        "layout": _layout(),
+        "layout": _layout(dims),
         "random_states": gather_random_states(),
     }
     sharded[_COMMON] = ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
@@ -99,7 +101,10 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     try:
         mine.shards = write_shards(staged.entries, folder, rank)
     except Exception as error:  # noqa: BLE001 - process boundary: the other ranks wait for this one's answer
-        mine.problem = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}; {_room(folder, staged)}"
+        # torch's archive writer only says that it could not go on.
+        free = shutil.disk_usage(folder.parent).free
+        room = f"the disk {'is full' if free < staged.num_bytes else 'has room'}: {free} bytes free"
+        mine.problem = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}; {room}"
     gathered = gather_bytes(msgspec.msgpack.encode(mine), group)
     problem = _index_problem([msgspec.msgpack.decode(each, type=_Written) for each in gathered], folder)
     problem = share_bytes(problem.encode(), group).decode()
@@ -118,13 +123,6 @@ class _Written(msgspec.Struct):
     problem: str = ""
 
 
-def _room(folder: Path, staged: StagedState) -> str:
-    """Returns words on whether the disk is full: torch's archive writer only says that it could not go on."""
-    free = shutil.disk_usage(folder.parent).free
-    room = "the disk is full" if free < staged.num_bytes else "the disk has room"
-    return f"{room}: {free} bytes free"
-
-
 def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
     """Writes the index, on the rank that has the reports of all, and returns what went wrong, empty if nothing did;
     does nothing on the others."""
@@ -141,12 +139,6 @@ def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
     return ""
 
 
-def _causes(error: CheckpointException) -> str:
-    """Returns which ranks failed and why, in one line."""
-    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
-    return " ".join("; ".join(causes).split())[:1000]
-
-
 def unwritten(folder: Path, problem: str) -> CheckpointError:
     """Returns the error of a checkpoint that could not be written."""
     return CheckpointError(
@@ -157,7 +149,7 @@ def unwritten(folder: Path, problem: str) -> CheckpointError:
     )
 
 
-def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, Any]:
+def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any, dims: ParallelDims) -> dict[str, Any]:
     """Loads models and optimizer from a checkpoint of any layout; returns what `stage` got as `extra`.
 
     Random states come back if the layout is the one that wrote them. In another layout there is no rank they
@@ -170,7 +162,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     _fill(chunks, loaded["model"], folder)
     for index, each in enumerate(optimizers_of(optimizer)):
         _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
-    if loaded["layout"] == _layout():
+    if loaded["layout"] == _layout(dims):
         set_random_state(loaded["random_states"][dist.get_rank()])
     return loaded["extra"]
 
@@ -193,6 +185,7 @@ def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     load: Any = dist_checkpointing.load
@@ -201,16 +194,20 @@ def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]
     try:
         loaded = load(state, str(folder), validate_access_integrity=False, strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:
-        mine.problem = _causes(error)
+        causes = sorted(error.failures.items())
+        mine.problem = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in causes)
     except CheckpointingException as error:
-        mine.problem = " ".join(str(error).split())[:1000]
+        mine.problem = str(error)
+    mine.problem = " ".join(mine.problem.split())[:1000]
     everyone = [msgspec.msgpack.decode(each, type=_Read) for each in all_gather_bytes(msgspec.msgpack.encode(mine))]
     problems = {read.problem for read in everyone if read.problem}
     if problems:
         raise _misfit(folder, "; ".join(sorted(problems)))
-    left = _stored(folder) - set().union(*(read.names for read in everyone)) if whole else set()
-    if left:
-        raise _misfit(folder, f"{len(left)} tensors that the model has not, first {min(left)}")
+    if whole:
+        stored = {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
+        left = stored.difference(*(read.names for read in everyone))
+        if left:
+            raise _misfit(folder, f"{len(left)} tensors that the model has not, first {min(left)}")
     return loaded
 
 
@@ -230,13 +227,6 @@ def _asked_for(state: dict[str, Any]) -> set[str]:
     return {each.key for each in nested_values(load_preprocess(state)[0]) if isinstance(each, ShardedBase)}
 
 
-def _stored(folder: Path) -> set[str]:
-    """Returns the names of a checkpoint's tensors."""
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-
-    return {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
-
-
 def _misfit(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"the trainer checkpoint {folder} does not fit the model",
@@ -251,13 +241,20 @@ def _misfit(folder: Path, problem: str) -> CheckpointError:
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     """Returns the tensors of models and optimizers with their places in the whole; all else is marked as this process's
-    own."""
+    own: not stored, and unchanged by a load."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
+
+    def own(leaf: Any) -> Any:
+        has_place = isinstance(leaf, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+        return leaf if has_place else LocalNonpersistentObject(leaf)
+
     models = _sharded_models(chunks)
     optimizers = {}
     for index, each in enumerate(optimizers_of(optimizer)):
         make_moments(each)
         state = each.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
-        optimizers[index] = _own(state)
+        optimizers[index] = dict_list_map_outplace(own, state)
     return {"model": models, "optimizer": optimizers}
 
 
@@ -282,19 +279,6 @@ def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
         # Objects of models are Transformer Engine's `_extra_state`, which holds nothing but FP8 scales.
         models[str(index)] = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
     return models
-
-
-def _own(state: Any) -> Any:
-    """Returns the state with every leaf that has no place in the whole marked: not stored, and unchanged by a load."""
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
-
-    if isinstance(state, dict):
-        return {name: _own(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [_own(value) for value in state]
-    if isinstance(state, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject):
-        return state
-    return LocalNonpersistentObject(state)
 
 
 def _fill(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], folder: Path) -> None:
@@ -360,15 +344,6 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> N
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _layout() -> dict[str, Any]:
-    from megatron.core import parallel_state as mpu
-
-    return {
-        "ranks": dist.get_world_size(),
-        "tensor": mpu.get_tensor_model_parallel_world_size(),
-        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "context": mpu.get_context_parallel_world_size(),
-        "expert": mpu.get_expert_model_parallel_world_size(),
-        "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
-    }
+def _layout(dims: ParallelDims) -> dict[str, int]:
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    return {"ranks": dims.world_size, **{name: getattr(dims, name) for name in names}}

@@ -41,10 +41,10 @@ def local_shards(chunks: Sequence[nn.Module], layout: RankCoordinates) -> dict[s
     shards: dict[str, Tensor] = {}
     for chunk in chunks:
         model = bare(chunk)
-        layers = getattr(model.decoder, "layers", ())
-        numbers = [layer.layer_number - 1 for layer in layers]
+        numbers = [layer.layer_number - 1 for layer in getattr(model.decoder, "layers", ())]
+        first_expert = model.config.num_moe_experts // layout.dims.expert * layout.expert_rank
         for name, tensor in _weights(model):
-            whole = whole_name(name, numbers, first_expert=_first_expert(layers, name, layout))
+            whole = whole_name(name, numbers, first_expert=first_expert)
             if whole in shards:
                 raise WeightSyncError(
                     f"two weights of this rank are '{whole}'",
@@ -84,11 +84,3 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name.endswith(".expert_bias") and buffer is not None:
             yield name, buffer
-
-
-def _first_expert(layers: Sequence[nn.Module], name: str, layout: RankCoordinates) -> int:
-    found = _LAYER.match(name)
-    if found is None or not found[2].startswith("mlp.experts."):
-        return 0
-    layer: Any = layers[int(found[1])]
-    return int(layer.mlp.experts.num_local_experts) * layout.expert_rank

@@ -19,10 +19,20 @@ from moerl.errors import CheckpointError
 from moerl.machine.model_files import stored_tensors
 from moerl.machine.model_tensors import FP8_BLOCK, SCALES, is_bypassed
 
-_LOCAL_NORMS = {
+_POST_NORM = "model.layers.*.post_attention_layernorm.weight"
+_PLAIN = {
+    "decoder.layers.*.mlp.linear_fc2.weight": "model.layers.*.mlp.down_proj.weight",
+    "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": _POST_NORM,
     "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-    "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "decoder.layers.*.pre_mlp_layernorm.weight": _POST_NORM,
 }
+"""Tensors of local layers and of dense ones that are a checkpoint's as they are."""
+_GATED = {
+    "megatron_param": "decoder.layers.*.mlp.linear_fc1.weight",
+    "gate": "model.layers.*.mlp.gate_proj.weight",
+    "up": "model.layers.*.mlp.up_proj.weight",
+}
+"""The first matrix of dense layers, and its parts in a checkpoint."""
 _GROUPED_EXPERTS = re.compile(r"^decoder\.layers\.\*\.mlp\.experts\.(linear_fc[12]\.weight)\*$")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -34,7 +44,7 @@ def adapt(bridge_class: Any) -> None:
     Idempotent.
     """
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
 
     if getattr(bridge_class, "_moerl_adapted", False):
         return
@@ -44,8 +54,12 @@ def adapt(bridge_class: Any) -> None:
     def mapping_registry(self: Any) -> Any:
         mappings = list(original(self).mappings)
         known = {mapping.megatron_param for mapping in mappings}
-        wanted = [*_dense_mlp_mappings(), *_local_expert_mappings(mappings)]
-        wanted += [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in _LOCAL_NORMS.items()]
+        wanted = [GatedMLPMapping(**_GATED), *(AutoMapping(ours, theirs) for ours, theirs in _PLAIN.items())]
+        for mapping in mappings:
+            if grouped := _GROUPED_EXPERTS.match(mapping.megatron_param):
+                theirs = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"hf_param": mapping.hf_param}
+                ours = f"decoder.layers.*.mlp.experts.local_experts.*.{grouped[1]}"
+                wanted.append(type(mapping)(ours, **theirs))
         return MegatronMappingRegistry(*mappings, *(new for new in wanted if new.megatron_param not in known))
 
     bridge_class.mapping_registry = mapping_registry
@@ -80,35 +94,6 @@ def _complete(original: Callable[..., Any]) -> Callable[..., Any]:
         return tasks
 
     return build
-
-
-def _local_expert_mappings(mappings: list[Any]) -> Iterator[Any]:
-    for mapping in mappings:
-        grouped = _GROUPED_EXPERTS.match(mapping.megatron_param)
-        if grouped:
-            yield type(mapping)(f"decoder.layers.*.mlp.experts.local_experts.*.{grouped[1]}", **_sources(mapping))
-
-
-def _sources(mapping: Any) -> dict[str, str]:
-    """Returns the constructor arguments of a mapping that name checkpoint tensors."""
-    return mapping.hf_param if isinstance(mapping.hf_param, dict) else {"hf_param": mapping.hf_param}
-
-
-def _dense_mlp_mappings() -> list[Any]:
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
-
-    prefix = "model.layers.*.mlp"
-    return [
-        GatedMLPMapping(
-            megatron_param="decoder.layers.*.mlp.linear_fc1.weight",
-            gate=f"{prefix}.gate_proj.weight",
-            up=f"{prefix}.up_proj.weight",
-        ),
-        AutoMapping("decoder.layers.*.mlp.linear_fc2.weight", f"{prefix}.down_proj.weight"),
-        AutoMapping(
-            "decoder.layers.*.mlp.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"
-        ),
-    ]
 
 
 def read_weights(hf_param: str | dict[str, str], state: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -132,7 +132,7 @@ class MegatronTrainer:
     def give_back(self) -> None:
         """Frees the memory of gradients, and memory that torch caches, for other processes on the device."""
         if self.optimizer is not None:
-            self.optimizer.give_back_gradients()
+            self.optimizer.gradients.give_back()
         torch.cuda.empty_cache()
 
     def rest(self) -> None:
@@ -303,24 +303,26 @@ class MegatronTrainer:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full weights under Hugging Face names. A collective: every rank must iterate to the end."""
-        self._weights.take_back()
-        if self.optimizer is not None:
-            self.optimizer.finish_weights()
+        self._finish_weights()
         return self.model.export()
 
     def shards(self) -> dict[str, Tensor]:
         """Returns this rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
-        self._weights.take_back()
-        if self.optimizer is not None:
-            self.optimizer.finish_weights()
+        self._finish_weights()
         return local_shards(self.model.chunks, self.layout)
 
     def stage(self) -> StagedState:
         """Copies model, optimizer, schedule and random state to host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
+        self._finish_weights()
+        optimizer = self.optimizer
+        return sharded_state.stage(self.model.chunks, optimizer.megatron, self.layout.dims, optimizer.progress())
+
+    def _finish_weights(self) -> None:
+        """Has the weights on the device, with the last update."""
         self._weights.take_back()
-        self.optimizer.finish_weights()
-        return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
+        if self.optimizer is not None:
+            self.optimizer.finish_weights()
 
     def restore(self, folder: Path) -> None:
         """Loads a checkpoint of trainers of this or another parallel layout, and goes on from it. A collective.
@@ -331,7 +333,8 @@ class MegatronTrainer:
         """
         assert self.optimizer is not None
         self._weights.take_back()
-        self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
+        progress = sharded_state.load(folder, self.model.chunks, self.optimizer.megatron, self.layout.dims)
+        self.optimizer.load_progress(progress)
         self.optimizer.settle()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.weights.bucket import DTYPES, WeightBucket, place, shard_bytes
+from moerl.weights.bucket import DTYPES, WeightBucket, shard_bytes, unpack
 from moerl.weights.gather import TakeSlot
 from moerl.weights.peers import Peers
 from moerl.weights.plan import Bucket, SyncPlan
@@ -34,7 +34,6 @@ class AllGather:
         starts = [stage * dims.ranks_per_stage for stage in range(dims.pipeline)]
         self._members = [list(range(start, start + count)) for start in starts]
         self._groups = [dist.new_group(members) if count > 1 else None for members in self._members]
-        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.sender == peers.rank)
         self.received_bytes = 0
         self._room: dict[int, Tensor] = {}
 
@@ -67,10 +66,9 @@ class AllGather:
             return
         longest = max(message.num_bytes for message in bucket.messages)
         own = self._buffer(len(members), longest)
-        offset = 0
-        for piece in messages[self._rank].pieces if self._rank in messages else ():
-            own[offset : offset + piece.num_bytes].copy_(shard_bytes(shards, piece))
-            offset += piece.num_bytes
+        if self._rank in messages:
+            mine = messages[self._rank]
+            torch.cat([shard_bytes(shards, piece) for piece in mine.pieces], out=own[: mine.num_bytes])
         group = self._groups[bucket.stage]
         parts = [own for _ in members]
         if group is not None and not is_whole:
@@ -82,10 +80,8 @@ class AllGather:
             self.received_bytes += longest * (len(members) - 1)
         rows = WeightBucket(bucket, flat, self._dtype).rows()
         for member, part in zip(members, parts, strict=True):
-            offset = 0
-            for piece in messages[member].pieces if member in messages else ():
-                place(rows, piece, part[offset : offset + piece.num_bytes])
-                offset += piece.num_bytes
+            if member in messages:
+                unpack(rows, messages[member].pieces, part[: messages[member].num_bytes])
 
     def _buffer(self, number: int, num_bytes: int) -> Tensor:
         """Returns the buffer `number`, of at least `num_bytes`; every bucket uses it again."""

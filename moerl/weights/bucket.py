@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,12 @@ def place(rows: Mapping[str, Tensor], piece: Piece, data: Tensor) -> None:
     target.copy_(data.view(piece.num_rows, width))
 
 
+def unpack(rows: Mapping[str, Tensor], pieces: Sequence[Piece], data: Tensor) -> None:
+    """Copies the bytes of pieces, which lie behind one another in `data`, to their places. Arguments as in `place`."""
+    for piece, part in zip(pieces, data.split([piece.num_bytes for piece in pieces]), strict=True):
+        place(rows, piece, part)
+
+
 def contiguous_span(bucket: Bucket, pieces: tuple[Piece, ...]) -> tuple[int, int] | None:
     """Returns the first and last byte (exclusive) of pieces that lie behind one another in a bucket; None if they do
     not."""
@@ -91,7 +97,7 @@ def check_shards(plan: SyncPlan, rank: int, shards: Mapping[str, Tensor]) -> Non
     Raises:
         WeightSyncError: a tensor is missing, unknown, or of another shape or dtype.
     """
-    expected = plan.shard_shapes(rank)
+    expected = plan.manifest.shard_shapes(rank)
     problems = [f"missing {name}" for name in expected.keys() - shards.keys()]
     problems += [f"unknown {name}" for name in shards.keys() - expected.keys()]
     dtype = DTYPES[plan.options.item_bytes]

@@ -76,6 +76,15 @@ class SinkThread:
             remedy="see to the engine; another update can begin once it is back",
         )
 
+    def failure(self, doing: str, problem: Exception) -> WeightSyncError:
+        """Returns the error of an update in which the sink failed in a call."""
+        return WeightSyncError(
+            f"weight update: {self.name} failed in {doing}",
+            seen=f"{type(problem).__name__}: {problem}",
+            expected="a whole update",
+            remedy="see to the engine; it keeps the version it had, unless it says otherwise",
+        )
+
     def _work(self) -> None:
         while True:
             call = self._calls.get()
@@ -114,10 +123,8 @@ class BucketSender:
         self._is_abandoned = self._has_failed = False
         self._dtypes = dtypes
         self.checksums: dict[str, int | None] = {}
-        self.num_tensors = 0
         self.num_bytes = 0
-        self.send_seconds = 0.0
-        self.end_seconds = 0.0
+        self.send_seconds = self.end_seconds = 0.0
 
     def abandon(self) -> None:
         """Has the thread skip calls that it has not begun, and then the sink forget the update. Returns at once."""
@@ -172,12 +179,7 @@ class BucketSender:
         try:
             yield
         except Exception as problem:
-            raise WeightSyncError(
-                f"weight update: {self._thread.name} failed in {doing}",
-                seen=f"{type(problem).__name__}: {problem}",
-                expected="a whole update",
-                remedy="see to the engine; it keeps the version it had, unless it says otherwise",
-            ) from problem
+            raise self._thread.failure(doing, problem) from problem
 
     def _send(self, bucket: WeightBucket) -> None:
         # Buckets after one that failed are not sent.
@@ -193,7 +195,6 @@ class BucketSender:
             if self._dtypes is None
             else checksums(_cast(bucket, self._dtypes))
         )
-        self.num_tensors += len(bucket.bucket.entries)
         self.num_bytes += bucket.bucket.num_bytes
         self.send_seconds += time.perf_counter() - start
         self._has_failed = False

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from moerl.contract.files import atomic_file, replace_folder
+from moerl.contract.files import atomic_file, replace_folder, sync
 from moerl.contract.weight_update import Arrivals, UpdateKind, WeightUpdate, require_open, require_whole
 from moerl.errors import WeightSyncError
 from moerl.reading import read_file, read_json
@@ -52,8 +50,7 @@ class _Hashes(msgspec.Struct, forbid_unknown_fields=True):
     files: dict[str, _HashedFile]
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(msgspec.Struct, frozen=True, array_like=True):
     """Facts about a file that a sender wrote."""
 
     num_bytes: int
@@ -89,16 +86,13 @@ class DiskSink:
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Writes one bucket to a file of its own.
 
+        Args:
+            tensors: a `WeightBucket`.
+
         Raises:
-            WeightSyncError: these are not tensors of a `WeightBucket`; or as `Arrivals.check`.
+            WeightSyncError: as `Arrivals.check`.
         """
-        if not isinstance(tensors, WeightBucket):
-            raise WeightSyncError(
-                "weight update to disk",
-                seen=type(tensors).__name__,
-                expected="a gathered bucket",
-                remedy="hand weights over through `Publisher`",
-            )
+        assert isinstance(tensors, WeightBucket), "weights that did not come through `Publisher`"
         arrivals = require_open(self._arrivals)
         for entry in tensors.bucket.entries:
             arrivals.check(entry.name, entry.shape)
@@ -115,9 +109,8 @@ class DiskSink:
         """
         arrivals = require_open(self._arrivals)
         arrivals.require_good()
-        listing = {name: [file.num_bytes, file.sha256, file.names] for name, file in self._files.items()}
         with atomic_file(self._listing(arrivals.update, self._rank)) as path:
-            path.write_text(json.dumps(listing))
+            path.write_bytes(msgspec.json.encode(self._files))
         if self._rank == self._senders[0]:
             self._commit(arrivals.update)
 
@@ -131,8 +124,7 @@ class DiskSink:
         partial, version = self._partial(update), update.version
         files: dict[str, WrittenFile] = {}
         for rank in self._senders:
-            for name, (num_bytes, sha256, names) in read_json(self._listing(update, rank)).items():
-                files[name] = WrittenFile(num_bytes, sha256, tuple(names))
+            files |= msgspec.convert(read_json(self._listing(update, rank)), dict[str, WrittenFile])
         require_whole(update, [written.names for written in files.values()])
         for path in partial.iterdir():
             # Listings, and files of an update that never ended.
@@ -226,16 +218,13 @@ def _write(path: Path, bucket: WeightBucket) -> WrittenFile:
         for part in parts:
             digest.update(part)
             file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     return WrittenFile(sum(len(part) for part in parts), digest.hexdigest(), tuple(header))
 
 
 def _write_json(path: Path, content: object) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    sync(path)
 
 
 def _sha256(path: Path) -> str:

@@ -67,10 +67,7 @@ class Servers:
         return num_bytes + (self.count - 1) * min(self.piece_bytes, num_bytes)
 
 
-ONE_ENGINE = Servers(1, 0)
-
-
-def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_ENGINE) -> list[SenderLoad]:
+def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers) -> list[SenderLoad]:
     """Returns the load of each sender, in rank order."""
     loads = []
     num_senders = len(plan.options.senders)

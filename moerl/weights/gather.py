@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.weights.bucket import DTYPES, WeightBucket, contiguous_span, place, shard_bytes
+from moerl.weights.bucket import DTYPES, WeightBucket, contiguous_span, place, shard_bytes, unpack
 from moerl.weights.peers import Peers
 from moerl.weights.plan import CHUNKS_IN_FLIGHT, Bucket, SyncPlan
 from moerl.weights.shards import Piece
@@ -58,7 +59,6 @@ class SenderGather:
     """Gatherer by point-to-point transfers, for all updates of one plan.
 
     Attributes:
-        needed_bytes: bytes of this rank's buckets that are not in its shards.
         received_bytes: bytes that this rank received in the last update.
     """
 
@@ -71,7 +71,6 @@ class SenderGather:
         self._chunks_used = 0
         self._arrived: deque[tuple[_Transfer, dist.Work | None, Callable[[], None]]] = deque()
         self._until = 0.0
-        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.sender == rank)
         self.received_bytes = 0
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
@@ -117,14 +116,7 @@ class SenderGather:
             self._start(transfer, lambda: dist.irecv(flat[first:last], transfer.source), _nothing)
             return
         chunk = self._chunk(transfer.num_bytes)
-
-        def unpack() -> None:
-            offset = 0
-            for piece in transfer.pieces:
-                place(rows, piece, chunk[offset : offset + piece.num_bytes])
-                offset += piece.num_bytes
-
-        self._start(transfer, lambda: dist.irecv(chunk, transfer.source), unpack)
+        self._start(transfer, lambda: dist.irecv(chunk, transfer.source), partial(unpack, rows, transfer.pieces, chunk))
 
     def _start(self, transfer: _Transfer, start: Callable[[], dist.Work | None], then: Callable[[], None]) -> None:
         with self._peers.contact(self._until, lambda: transfer.doing(self._rank)):

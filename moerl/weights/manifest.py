@@ -20,8 +20,8 @@ import msgspec
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription
-from moerl.weights.shards import Ownership, shard_shape
-from moerl.weights.tensors import MegatronTensor, Split, model_tensors
+from moerl.weights.shards import shard_shape
+from moerl.weights.tensors import FIRST_STAGE, LAST_STAGE, MegatronTensor, Split, model_tensors
 
 Shape = tuple[int, ...]
 Owners = tuple[tuple[int, ...], ...]
@@ -68,10 +68,6 @@ class WeightManifest:
     tensors: tuple[PublishedTensor, ...]
     """Published tensors, in the order of the model's layers."""
 
-    def stage(self, published: PublishedTensor) -> int:
-        """Returns the pipeline stage that has a tensor."""
-        return published.owners[0][0] // self.dims.ranks_per_stage
-
     def shard_shapes(self, rank: int) -> dict[str, Shape]:
         """Returns the shape of a rank's shard of each tensor that it publishes, by name."""
         held = (each for each in self.tensors if any(rank in owners for owners in each.owners))
@@ -80,13 +76,21 @@ class WeightManifest:
 
 def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents: bool = False) -> WeightManifest:
     """Returns the manifest of all weights of a model in a layout, from sizes alone. split_latents: as in
-    `model_tensors`."""
-    owner = Ownership(dims, model.num_layers, model.num_experts)
-    stages = owner.stage_of_layers()
+    `model_tensors`.
+
+    Ranks are numbered as in `moerl.contract.parallel`. A tied embedding is published by the first stage.
+    """
+    stages = {layer: stage for stage in range(dims.pipeline) for layer in dims.layers_of_stage(model.num_layers, stage)}
+    stages |= {FIRST_STAGE: 0, LAST_STAGE: dims.pipeline - 1}
     published = []
     for tensor in model_tensors(model, tensor=dims.tensor, split_latents=split_latents):
-        stage, ways = owner.stage(tensor, stages), owner.ways(tensor)
-        owners = tuple(tuple(owner.holders(tensor, stage, shard)) for shard in range(ways))
+        ways = 1 if tensor.split is Split.WHOLE else _axis(tensor, dims)
+        first = stages[tensor.layer] * dims.ranks_per_stage
+        end, step = first + dims.ranks_per_stage, ways
+        if tensor.expert is not None:
+            first += dims.expert_tensor * (tensor.expert // (model.num_experts // dims.expert))
+            step = dims.expert_tensor * dims.expert
+        owners = tuple(tuple(range(first + shard, end, step)) for shard in range(ways))
         published.append(PublishedTensor(tensor if ways > 1 else replace(tensor, split=Split.WHOLE), owners))
     return WeightManifest(dims, tuple(published))
 

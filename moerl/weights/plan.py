@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moerl.config.schema import WeightsConfig
@@ -24,7 +24,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.weights.manifest import Owners, PublishedTensor, WeightManifest
 from moerl.weights.shards import Piece, shard_pieces
-from moerl.weights.tensors import FLOAT32_BYTES
+from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
@@ -158,10 +158,6 @@ class SyncPlan:
             rounds[bucket.number].append(bucket)
         return [sorted(each, key=lambda bucket: bucket.sender) for each in rounds]
 
-    def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of a rank's shard of each tensor that it publishes, by name."""
-        return self.manifest.shard_shapes(rank)
-
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of all tensors that are sent, by checkpoint name: the list of an update by this plan."""
         return {entry.name: entry.shape for bucket in self.buckets for entry in bucket.entries}
@@ -202,10 +198,21 @@ def make_plan(manifest: WeightManifest, options: PlanOptions) -> SyncPlan:
     targets: dict[str, _Target] = {}
     turns: Counter[tuple[int, str, Owners]] = Counter()
     for published in manifest.tensors:
-        tensor = published.tensor
+        tensor, stage = published.tensor, published.owners[0][0] // manifest.dims.ranks_per_stage
+        item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
+        # Tensors of one layer and role that the same ranks have are counted.
         role = (tensor.layer, tensor.name.rsplit(".", 2)[1], published.owners)
-        _add_pieces(targets, published, manifest.stage(published), turns[role], options)
+        for number, block in enumerate(tensor.blocks):
+            for run in block.runs:
+                if run.name not in targets:
+                    order = (stage, *_order(published, number, turns[role], options), len(targets))
+                    targets[run.name] = _Target(run.name, tensor, stage, order, item_bytes)
+                target = targets[run.name]
+                target.num_rows = max(target.num_rows, run.start + run.count)
         turns[role] += 1
+        for shard, holders in enumerate(published.owners):
+            for piece in shard_pieces(tensor, shard, published.ways, item_bytes):
+                targets[piece.target].sources.append((piece, holders))
     return SyncPlan(manifest, options, tuple(_buckets(targets.values(), options)))
 
 
@@ -214,64 +221,34 @@ def make_plan(manifest: WeightManifest, options: PlanOptions) -> SyncPlan:
 
 @dataclass(slots=True)
 class _Target:
-    """A Hugging Face tensor while its pieces are collected. order: sorts the tensors of its kind. sources: its pieces,
-    each with the ranks that have it."""
+    """A Hugging Face tensor while its pieces are collected. tensor: the first Megatron tensor that has rows of it.
+    order: sorts the tensors of its kind. sources: its pieces, each with the ranks that have it."""
 
     name: str
-    kind: Kind
+    tensor: MegatronTensor
     stage: int
     order: tuple[int, ...]
-    num_columns: int
-    is_vector: bool
-    element: str
     item_bytes: int
-    num_rows: int
-    sources: list[tuple[Piece, Sequence[int]]]
+    num_rows: int = 0
+    sources: list[tuple[Piece, Sequence[int]]] = field(default_factory=list[tuple[Piece, Sequence[int]]])
 
     @property
     def num_bytes(self) -> int:
-        return self.num_rows * self.num_columns * self.item_bytes
+        return self.num_rows * self.tensor.num_columns * self.item_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.num_rows,) if self.is_vector else (self.num_rows, self.num_columns)
-
-
-def _add_pieces(
-    targets: dict[str, _Target], published: PublishedTensor, stage: int, turn: int, options: PlanOptions
-) -> None:
-    """Adds the pieces of a published tensor to the Hugging Face tensors that they belong to.
-
-    turn: number of the tensor among those of its layer and role that the same ranks have.
-    """
-    tensor = published.tensor
-    item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
-    for number, block in enumerate(tensor.blocks):
-        for run in block.runs:
-            target = targets.get(run.name)
-            if target is None:
-                target = targets[run.name] = _Target(
-                    run.name,
-                    "dense" if tensor.expert is None else "expert",
-                    stage,
-                    (stage, *_order(published, number, turn, options), len(targets)),
-                    tensor.num_columns,
-                    tensor.is_vector,
-                    tensor.element,
-                    item_bytes,
-                    0,
-                    [],
-                )
-            target.num_rows = max(target.num_rows, run.start + run.count)
-    for shard, holders in enumerate(published.owners):
-        for piece in shard_pieces(tensor, shard, published.ways, item_bytes):
-            targets[piece.target].sources.append((piece, holders))
+        return (self.num_rows,) if self.tensor.is_vector else (self.num_rows, self.tensor.num_columns)
 
 
 def _order(published: PublishedTensor, block: int, turn: int, options: PlanOptions) -> tuple[int, ...]:
     """Returns the key that sorts the blocks of a stage: experts by owner, so that the experts of a sender stay together
     and arrive in one piece; for all-gathering in turns of their owners, so that all owners contribute alike to a
-    bucket."""
+    bucket.
+
+    Args:
+        turn: number of the tensor among those of its layer and role that the same ranks have.
+    """
     tensor = published.tensor
     if tensor.expert is None:
         return ()
@@ -286,7 +263,7 @@ def _order(published: PublishedTensor, block: int, turn: int, options: PlanOptio
 def _buckets(targets: Iterable[_Target], options: PlanOptions) -> Iterator[Bucket]:
     by_kind: dict[Kind, list[_Target]] = {"dense": [], "expert": []}
     for target in targets:
-        by_kind[target.kind].append(target)
+        by_kind["dense" if target.tensor.expert is None else "expert"].append(target)
     numbers: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for kind, members in by_kind.items():
@@ -333,7 +310,7 @@ def _bucket(
     pieces: dict[int, list[Piece]] = {}
     chosen: dict[Sequence[int], int] = {}
     for target in group:
-        entries.append(Entry(target.name, target.shape, target.element, offset, target.num_bytes))
+        entries.append(Entry(target.name, target.shape, target.tensor.element, offset, target.num_bytes))
         offset += target.num_bytes
         for piece, holders in sorted(target.sources, key=lambda s: (s[0].target_row, s[0].target_column)):
             if holders not in chosen:

@@ -29,10 +29,6 @@ from moerl.weights.plan import SyncPlan
 class PublishReport:
     """Report of one rank on one publication."""
 
-    version: int
-    """Version that was published."""
-    num_tensors: int
-    """Tensors that this rank handed to its sink."""
     num_bytes: int
     """Bytes that this rank handed to its sink."""
     total_bytes: int
@@ -50,7 +46,7 @@ class PublishReport:
     seconds: float
     """Time of the whole publication."""
     checksums: Mapping[str, int | None]
-    """Checksums, as in `BucketSender`; empty without a sink."""
+    """Checksums of the tensors that this rank handed to its sink, as in `BucketSender`; empty without a sink."""
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for a run's log, by the names of docs/metrics.md."""
@@ -66,8 +62,6 @@ class PublishReport:
 class Gatherer(Protocol):
     """A way of gathering, as `SenderGather`."""
 
-    needed_bytes: int
-    """Bytes of this rank's buckets that are not in its shards."""
     received_bytes: int
     """Bytes that this rank received in the update."""
 
@@ -88,16 +82,10 @@ class Publisher:
         self, plan: SyncPlan, gatherer: Gatherer, peers: Peers, sink: WeightSink | None, sink_name: str = "the sink"
     ) -> None:
         rank = peers.rank
-        if (rank in plan.options.senders) != (sink is not None):
-            raise WeightSyncError(
-                f"rank {rank}: a sink on a rank that is no sender, or a sender without one",
-                seen="a sink" if sink is not None else "no sink",
-                expected=f"sinks on ranks {list(plan.options.senders)}",
-                remedy="make the plan with the ranks that hold sinks as its senders",
-            )
+        assert (rank in plan.options.senders) == (sink is not None), f"rank {rank}: a sink, but no sender, or no sink"
         self._plan, self._gatherer, self._peers, self._sink = plan, gatherer, peers, sink
         self._num_rounds = len(plan.rounds())
-        self._slot_bytes = max((bucket.num_bytes for bucket in plan.buckets if bucket.sender == rank), default=0)
+        self._own_buckets = [bucket for bucket in plan.buckets if bucket.sender == rank]
         self._thread = None if sink is None else SinkThread(f"{sink_name} of rank {rank}", peers.step_seconds)
 
     def publish(
@@ -118,22 +106,25 @@ class Publisher:
         start = time.perf_counter()
         sender = None
         if self._sink is not None and self._thread is not None:
-            sender = BucketSender(self._sink, self._thread, self._peers.device, self._slot_bytes, dtypes)
+            slot_bytes = max((bucket.num_bytes for bucket in self._own_buckets), default=0)
+            sender = BucketSender(self._sink, self._thread, self._peers.device, slot_bytes, dtypes)
         try:
             self._peers.agree(self._begin(sender, shards, update), "begin")
             gather_seconds = self._transfer(sender, shards)
-            self._end(sender)
+            # On the first sender last: its sink may complete the version of all.
+            is_first = self._peers.rank == self._plan.options.senders[0]
+            for now in (False, True):
+                mine = sender if is_first == now else None
+                self._peers.agree(None if mine is None else mine.end(), "end")
         except BaseException:
             if sender is not None:
                 sender.abandon()
             raise
         return PublishReport(
-            version=update.version,
-            num_tensors=0 if sender is None else sender.num_tensors,
             num_bytes=0 if sender is None else sender.num_bytes,
             total_bytes=sum(bucket.num_bytes for bucket in self._plan.buckets),
             received_bytes=self._gatherer.received_bytes,
-            needed_bytes=self._gatherer.needed_bytes,
+            needed_bytes=sum(bucket.received_bytes for bucket in self._own_buckets),
             gather_seconds=gather_seconds,
             send_seconds=0.0 if sender is None else sender.send_seconds,
             end_seconds=0.0 if sender is None else sender.end_seconds,
@@ -182,13 +173,6 @@ class Publisher:
         for left in (1, 0):
             settle(left, f"bucket {self._num_rounds - 1 - left} of senders")
         return seconds
-
-    def _end(self, sender: BucketSender | None) -> None:
-        """Ends the update, on the first sender last: its sink may complete the version of all."""
-        is_first = self._peers.rank == self._plan.options.senders[0]
-        for now in (False, True):
-            mine = sender if is_first == now else None
-            self._peers.agree(None if mine is None else mine.end(), "end")
 
 
 def _no_slot(num_bytes: int) -> Tensor:

@@ -1,18 +1,11 @@
-"""The ranks that have each shard of a Megatron tensor, and the place of its parts in Hugging Face tensors. Torch-free.
-
-Ranks are numbered as Megatron numbers them, pipeline stages outermost. With i the number of a rank within its stage,
-
-    dense    i = tensor + TP x (context and data)
-    experts  i = expert_tensor + ETP x (expert + EP x replica)
-"""
+"""The shards of a Megatron tensor, and the place of their parts in Hugging Face tensors. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from moerl.contract.parallel import ParallelDims
-from moerl.weights.tensors import FIRST_STAGE, MegatronTensor, Split
+from moerl.weights.tensors import MegatronTensor, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,62 +38,13 @@ class Piece:
             return
         for first in range(0, self.num_rows, step):
             rows = min(step, self.num_rows - first)
-            yield Piece(
-                self.source,
-                self.source_row + first,
-                self.target,
-                self.target_row + first,
-                self.target_column,
-                rows,
-                self.num_columns,
-                rows * row_bytes,
+            yield replace(
+                self,
+                source_row=self.source_row + first,
+                target_row=self.target_row + first,
+                num_rows=rows,
+                num_bytes=rows * row_bytes,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Rules for which ranks of a layout have which tensors of a model."""
-
-    dims: ParallelDims
-    """Parallel layout."""
-    num_layers: int
-    """Decoder layers of the model."""
-    num_experts: int
-    """Routed experts per layer."""
-
-    def stage_of_layers(self) -> dict[int, int]:
-        """Returns the pipeline stage of each layer."""
-        return {
-            layer: stage
-            for stage in range(self.dims.pipeline)
-            for layer in self.dims.layers_of_stage(self.num_layers, stage)
-        }
-
-    def stage(self, tensor: MegatronTensor, stages: dict[int, int]) -> int:
-        """Returns the pipeline stage that has a tensor; a tied embedding is published by the first stage."""
-        if tensor.layer < 0:
-            return 0 if tensor.layer == FIRST_STAGE else self.dims.pipeline - 1
-        return stages[tensor.layer]
-
-    def ways(self, tensor: MegatronTensor) -> int:
-        """Returns the number of shards of a tensor."""
-        if tensor.split is Split.WHOLE:
-            return 1
-        return self.dims.tensor if tensor.expert is None else self.dims.expert_tensor
-
-    def expert_group(self, tensor: MegatronTensor) -> int:
-        """Returns the expert-parallel rank that has a routed expert."""
-        assert tensor.expert is not None
-        return tensor.expert // (self.num_experts // self.dims.expert)
-
-    def holders(self, tensor: MegatronTensor, stage: int, shard: int) -> Sequence[int]:
-        """Returns the ranks that have shard `shard` of a tensor, each the same."""
-        first, count, ways = stage * self.dims.ranks_per_stage, self.dims.ranks_per_stage, self.ways(tensor)
-        if tensor.expert is None:
-            return range(first + shard, first + count, ways)
-        cell = self.dims.expert_tensor * self.dims.expert
-        start = shard + self.dims.expert_tensor * self.expert_group(tensor)
-        return range(first + start, first + count, cell)
 
 
 def shard_shape(tensor: MegatronTensor, ways: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ are not built by the trainer and stand in no list: an engine keeps those it has 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moerl.models.description import LatentAttention, ModelDescription
@@ -121,15 +121,8 @@ def _layer_tensors(sizes: ModelDescription, layer: int, split_latents: bool) -> 
     gate = f"{theirs}.mlp.gate"
     yield _plain(f"{ours}.mlp.router.weight", f"{gate}.weight", (sizes.num_experts, h), Split.WHOLE, layer)
     if sizes.family.has_expert_bias:
-        yield MegatronTensor(
-            f"{ours}.mlp.router.expert_bias",
-            (_block(f"{gate}.e_score_correction_bias", sizes.num_experts),),
-            1,
-            Split.WHOLE,
-            layer,
-            is_vector=True,
-            element="float32",
-        )
+        bias = _norm(f"{ours}.mlp.router.expert_bias", f"{gate}.e_score_correction_bias", sizes.num_experts, layer)
+        yield replace(bias, element="float32")
     if sizes.shared_size:
         shared = "mlp.shared_experts"
         yield from _gated_mlp(f"{ours}.{shared}", f"{theirs}.{shared}", h, sizes.shared_size, layer)
@@ -144,17 +137,15 @@ def _attention(sizes: ModelDescription, layer: int) -> Iterator[MegatronTensor]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     h, heads, groups, width = sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
     queries = heads // groups * width
-    kinds = ["weight", "bias"] if "qkv" in sizes.attention_biases else ["weight"]
-    for kind in kinds:
+    for kind in ("weight", "bias") if "qkv" in sizes.attention_biases else ("weight",):
         runs = tuple(
             Span(f"{theirs}.{projection}_proj.{kind}", group * count, count)
             for group in range(groups)
             for projection, count in (("q", queries), ("k", width), ("v", width))
         )
         block = Block(groups * (queries + 2 * width), runs)
-        is_vector = kind == "bias"
-        columns = 1 if is_vector else h
-        yield MegatronTensor(f"{ours}.linear_qkv.{kind}", (block,), columns, Split.ROWS, layer, is_vector=is_vector)
+        whole = MegatronTensor(f"{ours}.linear_qkv.{kind}", (block,), h, Split.ROWS, layer)
+        yield replace(whole, num_columns=1, is_vector=True) if kind == "bias" else whole
     yield _plain(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (h, heads * width), Split.COLUMNS, layer)
     if "output" in sizes.attention_biases:
         yield _norm(f"{ours}.linear_proj.bias", f"{theirs}.o_proj.bias", h, layer)

@@ -18,7 +18,7 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.trainer import Traced
 from moerl.errors import ReplayError, UnprovedError
 from moerl.orchestration.replay_report import explained
-from moerl.ranks.replies import first_error
+from moerl.ranks.away import first_error
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
 UNCAPTURED = 0.25

@@ -52,7 +52,6 @@ EXAMINED = {
     "moerl/tasks/rewards/code.py: end_group": "a child of this process",
     "moerl/reading.py: close": "a descriptor that was just opened",
     "moerl/trainer/offload.py: setattr": "an attribute that there was",
-    "moerl/ranks/worker.py: _Unproved": "a record",
     "moerl/rollout/conformance/servers.py: close": "a client, asynchronously",
     "moerl/rollout/embedded.py: _close_run": "two assignments under a lock",
     "moerl/rollout/fleet/engine.py: _reopen": "counters and a wake-up",

@@ -22,10 +22,9 @@ from moerl.machine.interfaces import interface_variables
 from moerl.processes.channel import receive, send
 from moerl.processes.child import Child
 from moerl.processes.parent import die_with
-from moerl.ranks.child import PROGRAM
+from moerl.ranks.away import CLOSING_SECONDS, GRACE_SECONDS, PROGRAM
 from moerl.ranks.on_ray.library import ray, tokens
 from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
 
 class RankActor:

@@ -19,16 +19,13 @@ import msgspec
 from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Reply, Start, decode_reply
 from moerl.errors import ConfigError, TrainerError, undoing
-from moerl.processes.child import remove_empty
-from moerl.ranks.away import RankAway, RanksAway
-from moerl.ranks.child import log_of, rank_variables, remove_empty_folders
+from moerl.ranks.away import CLOSING_SECONDS, GRACE_SECONDS, RankAway, RanksAway, rank_variables
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
-from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray, start_actor
 from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.on_ray.shared import note_ranks
-from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
 START_SECONDS = 300.0
 """Seconds for all actors to start; the first imports come from a file system that others use, too."""
@@ -46,8 +43,7 @@ class _Rank(RankAway):
 
     def __init__(self, rank: int, log: Path, options: dict[str, Any]) -> None:
         super().__init__(rank, log)
-        # `Any`: Ray's decorators are untyped.
-        self.actor: Any = ray.remote(RankActor).options(**options).remote()
+        self.actor = start_actor(RankActor, **options)
         self.facts: NodeFacts | None = None
         self.stream: Any = None
 
@@ -80,8 +76,6 @@ class Actors(RanksAway[_Rank]):
 
     def __init__(self, config: RankConfig, watch: Callable[[int, int], None]) -> None:
         super().__init__(config, watch)
-        size = config.parallel.world_size
-        self._logs = [log_of(config.run_dir, rank) for rank in range(size)]
         # Ranks of a run before, whose controller was killed, end within seconds.
         held = _wait_until_free(sorted((config.run_dir / "logs").glob("rank-*.log")))
         if held:
@@ -90,7 +84,7 @@ class Actors(RanksAway[_Rank]):
             )
         self._cluster = Cluster(config)
         with undoing(self._end):  # an interrupt, too, leaves none behind
-            for rank, options in enumerate(self._cluster.reserve(size)):
+            for rank, options in enumerate(self._cluster.reserve(len(self._logs))):
                 self._ranks.append(_Rank(rank, self._logs[rank], options))
             self._start(config)
 
@@ -102,13 +96,15 @@ class Actors(RanksAway[_Rank]):
             _check_node(rank.rank, rank.facts)
         note_ranks([rank.facts for rank in self._ranks if rank.facts is not None])
         rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
-        places = [msgspec.json.encode(self._place(rank, config)) for rank in self._ranks]
-        self._call("start", START_SECONDS, places)
-        text, on_gpus = config.model_dump_json(), has_gpus()
         # A rank with a GPU of its own sees no other.
-        sharing = [1 if on_gpus else len(self._beside(rank)) for rank in self._ranks]
-        each = zip(self._ranks, sharing, strict=True)
-        self._tell([Start(text, rank.rank, rendezvous, count) for rank, count in each])
+        on_gpus, text = has_gpus(), config.model_dump_json()
+        beside = [[rank] if on_gpus else self._beside(rank) for rank in self._ranks]
+        places: list[bytes] = []
+        for rank, sharing in zip(self._ranks, beside, strict=True):
+            variables = rank_variables(config, rank.rank, sharing.index(rank))
+            places.append(msgspec.json.encode(RankProcessSettings(str(rank.log.absolute()), variables)))
+        self._call("start", START_SECONDS, places)
+        self._tell([Start(text, rank, rendezvous, len(sharing)) for rank, sharing in enumerate(beside)])
         self.replies()
 
     def _beside(self, rank: _Rank) -> list[_Rank]:
@@ -116,10 +112,6 @@ class Actors(RanksAway[_Rank]):
         assert rank.facts is not None
         node_id = rank.facts.node_id
         return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
-
-    def _place(self, rank: _Rank, config: RankConfig) -> RankProcessSettings:
-        local = 0 if has_gpus() else self._beside(rank).index(rank)
-        return RankProcessSettings(str(rank.log.absolute()), rank_variables(config, rank.rank, local))
 
     def _call(
         self, method: str, seconds: float, arguments: Sequence[bytes] = (), only: int | None = None
@@ -185,9 +177,7 @@ class Actors(RanksAway[_Rank]):
             ray.kill(rank.actor)
         _wait_until_free([log for log in self._logs if log.exists()])
         self._cluster.close()
-        for log in self._logs:
-            remove_empty(log)
-        remove_empty_folders(self._logs)
+        self._remove_empty_logs()
 
 
 def _check_node(rank: int, facts: NodeFacts) -> None:

@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,12 +41,13 @@ class Cluster:
 
     def __init__(self, config: RankConfig) -> None:
         self._folder: str | None = None
-        self._groups: list[Any] = []
+        self._group: Any = None
         launch = config.launch
         self._cpus = rank_threads(config, "sft")
         options: dict[str, Any] = {"address": launch.address}
         if launch.address is None:
-            self._folder = _short_folder()
+            usual = tempfile.gettempdir()
+            self._folder = tempfile.mkdtemp(prefix="moerl-", dir=usual if len(usual) <= _LONGEST_FOLDER else "/tmp")
             options = {
                 "address": "local",
                 "num_cpus": cluster_cpus(config),
@@ -77,9 +77,7 @@ class Cluster:
             need["GPU"] = 1.0
         total = ray.cluster_resources()
         short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
-        group = None if short else util.placement_group([need] * ranks, strategy="PACK")
-        if group is not None:
-            self._groups.append(group)
+        group = self._group = None if short else util.placement_group([need] * ranks, strategy="PACK")
         if group is None or not group.wait(PLACE_SECONDS):
             there = ray.available_resources()
             raise TrainerError(
@@ -91,7 +89,8 @@ class Cluster:
         nodes = util.placement_group_table(group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
-        return [_options(need, group, bundle) for bundle in order]
+        devices = {"num_cpus": need["CPU"], "num_gpus": need.get("GPU", 0.0)}
+        return [{**devices, "scheduling_strategy": AtBundle(group, bundle)} for bundle in order]
 
     def live_nodes(self) -> set[str]:
         """Returns the ids of the nodes that are in the cluster now."""
@@ -101,9 +100,9 @@ class Cluster:
         """Leaves the cluster; stops it if this run started it. A second call is harmless."""
         # The cluster itself may be lost.
         with contextlib.suppress(RayError, ConnectionError):
-            for group in self._groups:
-                util.remove_placement_group(group)
-        self._groups = []
+            if self._group is not None:
+                util.remove_placement_group(self._group)
+        self._group = None
         with _own_signals():
             ray.shutdown()
         if self._folder is not None:
@@ -119,22 +118,6 @@ def _knock(address: str) -> None:
 def has_gpus() -> bool:
     """Returns whether the cluster that this process is part of has a GPU."""
     return ray.cluster_resources().get("GPU", 0.0) >= 1.0
-
-
-def _options(need: dict[str, float], group: Any, bundle: int) -> dict[str, Any]:
-    return {
-        "num_cpus": need["CPU"],
-        "num_gpus": need.get("GPU", 0.0),
-        "scheduling_strategy": AtBundle(group, bundle),
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
-
-
-def _short_folder() -> str:
-    usual = tempfile.gettempdir()
-    folder = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
-    return str(Path(tempfile.mkdtemp(prefix="moerl-", dir=folder)))
 
 
 @contextlib.contextmanager

@@ -103,7 +103,8 @@ class RemoteProcess:
         self._stream: Any = streaming.remote()
 
     def send(self, message: bytes) -> None:
-        self._check()
+        if self._has_ended.is_set():
+            raise BrokenPipeError("the process has ended")
         self._actor.send.remote(message)
 
     def receive(self) -> tuple[bytes, bytes]:
@@ -142,10 +143,6 @@ class RemoteProcess:
         ray.kill(self._actor)
         # A thread in `receive` has to see the end first.
         self._end_was_seen.wait(CLOSING_SECONDS)
-
-    def _check(self) -> None:
-        if self._has_ended.is_set():
-            raise BrokenPipeError("the process has ended")
 
     def release(self) -> None:
         """Does nothing: nothing is shared with the process."""

@@ -13,7 +13,6 @@ class Held(Protocol):
     def abandon(self) -> None:
         """Ends its actors at once. Afterwards none of its threads waits for Ray: one that still did would wait for
         ever."""
-        ...
 
 
 _held: WeakSet[Held] = WeakSet()

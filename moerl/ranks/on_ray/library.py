@@ -24,6 +24,11 @@ GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError
 """Is a `RayError`."""
 
 
+def start_actor(kind: type, **options: Any) -> Any:
+    """Starts an actor that Ray does not start again if it is lost."""
+    return ray.remote(kind).options(max_restarts=0, max_task_retries=0, **options).remote()
+
+
 def first_line(error: Exception) -> str:
     """Returns the first line of an error of Ray, without the pages that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

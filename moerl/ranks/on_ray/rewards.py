@@ -6,6 +6,7 @@ function that hangs, crashes or takes too much memory is ended there. Functions 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import msgspec
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
-from moerl.ranks.on_ray.library import OnNode, RayError, first_line, ray
+from moerl.ranks.on_ray.library import OnNode, RayError, first_line, ray, start_actor
 from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild
 from moerl.telemetry.terminal import ShownLines
 
@@ -137,9 +138,10 @@ class RewardHosts:
             node_id = sorted(alive)[number % len(alive)]
             if node_id not in self._hosts:
                 # No CPUs are reserved: reward processes run next to ranks and engines, which need theirs.
-                options = {"num_cpus": 0.0, "max_restarts": 0, "max_task_retries": 0}
-                options |= {"scheduling_strategy": OnNode(node_id, soft=False), "max_concurrency": self._num_threads}
-                self._hosts[node_id] = ray.remote(RewardHost).options(**options).remote()
+                place = OnNode(node_id, soft=False)
+                self._hosts[node_id] = start_actor(
+                    RewardHost, num_cpus=0.0, scheduling_strategy=place, max_concurrency=self._num_threads
+                )
             return node_id, alive[node_id], self._hosts[node_id]
 
 
@@ -185,11 +187,8 @@ class RemoteChild:
         if self._is_gone or not ray.is_initialized():
             return
         self._is_gone = True
-        try:
+        with contextlib.suppress(RayError):  # gone with its node
             self._show(ray.get(self._host.kill.remote(self._number)))
-        except RayError:
-            # Gone with its node.
-            return
 
     def _call(self, asked: Any) -> bytes:
         try:

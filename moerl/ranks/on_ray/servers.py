@@ -23,7 +23,7 @@ from moerl.config.placement import show_gpus
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
-from moerl.ranks.on_ray.library import GetTimeoutError, OnNode, RayError, ray
+from moerl.ranks.on_ray.library import GetTimeoutError, OnNode, RayError, ray, start_actor
 from moerl.ranks.on_ray.messages import NodeFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.launchers import OwnServer
@@ -131,8 +131,7 @@ class RemoteServer:
             if self._is_closed:
                 raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
             self._end(wait=True)
-            options = {**self._place(), "max_restarts": 0, "max_task_retries": 0}
-            self._actor = ray.remote(ServerActor).options(**options).remote()
+            self._actor = start_actor(ServerActor, **self._place())
             return self._actor
 
     def _place(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from moerl.processes.child import Child
 from moerl.processes.guard import HANDED_ON
 from moerl.processes.host import PIPE, end_guarded, run_command, start_guarded, start_spared
 from moerl.processes.spared import STOP_SIGNALS
-from moerl.ranks.child import PROGRAM
+from moerl.ranks.away import PROGRAM
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import CloseEngine, encode
 from moerl.rollout.sglang import server as sglang
@@ -136,7 +136,7 @@ def test_every_kind_of_child_has_its_test() -> None:
     assert {*tests} <= globals().keys()
     # Each program of a `Child` is one of these.
     programs = {
-        *("orchestration/templates.py", "ranks/child.py", "rollout/beside/local.py", "scorers/model.py"),
+        *("orchestration/templates.py", "ranks/away.py", "rollout/beside/local.py", "scorers/model.py"),
         "telemetry/trackers/sink.py",
     }
     assert places_of({"moerl.processes.child.module_program"}) == programs

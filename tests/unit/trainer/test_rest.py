@@ -22,7 +22,6 @@ def test_memory_comes_back_with_its_values_or_with_zeros(kept: bool, monkeypatch
     flat, other = torch.arange(100.0), torch.ones(3, dtype=torch.bfloat16)
     view, before = flat[20:40].view(4, 5), [flat.clone(), other.clone()]
     memory = DeviceMemory([flat, view, other, torch.empty(0)], kept=kept)
-    assert memory.num_bytes == 400 + 6
     for _ in range(2):
         memory.give_back()
         memory.give_back()

@@ -17,7 +17,8 @@ import tiny_moe
 from faults import finish_checkpoints
 from ranks import Ranks
 
-from moerl.errors import CheckpointError
+from moerl.errors import CheckpointError, ending
+from moerl.trainer.checkpoint import checkpoint_names
 
 LENGTHS = (9, 14)
 NAMES = [f"1-rl-{step:06d}" for step in range(4)]
@@ -74,7 +75,7 @@ def train_while_it_is_written(layout: Any, path: Path, folder: Path) -> None:
     trainer, gate = tiny_moe.build(layout, path), Gate()
     store, saver = open_saver(folder)
     try:
-        with saver:
+        with ending(saver.wait):
             step(trainer, 1)
             saved = tiny_moe.exported(trainer)
             save(saver, 1, trainer.stage())
@@ -100,14 +101,14 @@ def save_twice(layout: Any, path: Path, folder: Path) -> None:
     trainer, gate = tiny_moe.build(layout, path), Gate()
     store, saver = open_saver(folder)
     try:
-        with saver:
+        with ending(saver.wait):
             save(saver, 1, trainer.stage())
             threading.Timer(0.2, gate.open.set).start()
             save(saver, 2, trainer.stage())
-            assert NAMES[1] in store.names()
+            assert NAMES[1] in checkpoint_names(store.folder)
     finally:
         gate.close()
-    assert store.names() == [NAMES[1], NAMES[2]]
+    assert checkpoint_names(store.folder) == [NAMES[1], NAMES[2]]
 
 
 def test_a_second_checkpoint_waits_for_the_first(untied: Path, tmp_path: Path, one_process: Ranks) -> None:
@@ -151,7 +152,7 @@ def save_where_one_rank_fails(layout: Any, path: Path, folder: Path, failing_ran
     if layout.rank == 0:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[1])
         assert [each.name for each in folder.iterdir()] == [NAMES[1]]
-    with saver:
+    with ending(saver.wait):
         save(saver, 3, trainer.stage())
     if layout.rank == 0:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[3])
@@ -205,7 +206,7 @@ def fail_while_a_write_fails(layout: Any, path: Path, folder: Path) -> list[str]
     _, saver = open_saver(folder)
 
     def fail() -> None:
-        with full_disk(), saver:
+        with full_disk(), ending(saver.wait):
             save(saver, 1, trainer.stage())
             raise ValueError("training failed")
 
@@ -233,7 +234,7 @@ from moerl.trainer import groups
 from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.saver import Saver
 
-layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=1)
+layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=1)
 trainer = tiny_moe.build(layout, Path({model!r}))
 store = CheckpointStore(Path({disk!r}) / "checkpoints", keep=2)
 saver = Saver(store)

@@ -44,7 +44,7 @@ def test_nothing_of_replay_and_losses_waits_between_the_first_router_and_the_pro
     untied: Path, one_process: Ranks
 ) -> None:
     ((waits, _),) = one_process.run(waits_of_a_step, untied, True, {})
-    names = ("replay", "replay_rows", "routers", "losses", "batch_checksums", "routing_checksums", "model", "balance")
+    names = ("replay", "replay_rows", "routers", "losses", "batch_checksums", "model", "balance")
     quiet = (*(f"moerl.trainer.{name}" for name in names), "moerl.kernels", "moerl.algorithms")
     # The slabs of a CPU: a GPU's are cut when a microbatch is planned.
     of_a_cpu = "moerl.kernels.segments"

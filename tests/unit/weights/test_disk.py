@@ -214,10 +214,3 @@ def test_a_list_of_hashes_that_is_none_is_refused(content: str, tmp_path: Path):
     (write(tmp_path) / HASHES).write_text(content)
     with pytest.raises(WeightSyncError, match=HASHES):
         read(tmp_path, 4)
-
-
-def test_only_gathered_buckets_are_written(tmp_path: Path):
-    sink = DiskSink(tmp_path, rank=0, senders=(0,))
-    sink.begin_update(full(0, FIRST | SECOND))
-    with pytest.raises(WeightSyncError, match="gathered bucket"):
-        sink.receive(SECOND.items())

@@ -46,7 +46,7 @@ def make(dims: ParallelDims, gather: Any = "sender", senders: int = 1) -> SyncPl
 
 
 def shards_of(plan: SyncPlan, rank: int) -> dict[str, Tensor]:
-    return {name: torch.ones(shape) for name, shape in plan.shard_shapes(rank).items()}
+    return {name: torch.ones(shape) for name, shape in plan.manifest.shard_shapes(rank).items()}
 
 
 class Versioned(weight_sync.KeepingSink):

@@ -65,7 +65,9 @@ def test_some_tensors_alone_are_a_manifest_and_their_plan_sends_nothing_else():
     plan = make_plan(merged(model, dims, some), PlanOptions((0,), 2, 1 << 14))
     sent = {entry.name for bucket in plan.buckets for entry in bucket.entries}
     assert sent == {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(model.num_layers)}
-    assert {name for rank in range(4) for name in plan.shard_shapes(rank)} == {n for rank in some for n in rank}
+    assert {name for rank in range(4) for name in plan.manifest.shard_shapes(rank)} == {
+        n for rank in some for n in rank
+    }
 
 
 def other_shape(ranks: list[dict[str, Any]]) -> str:

@@ -86,7 +86,7 @@ def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
     for bucket in plan.buckets:
         names = {entry.name for entry in bucket.entries}
         for message in bucket.messages:
-            shapes = plan.shard_shapes(message.source)
+            shapes = plan.manifest.shard_shapes(message.source)
             for piece in message.pieces:
                 assert piece.target in names
                 rows, columns = (*shapes[piece.source], 1)[:2]
@@ -185,7 +185,7 @@ def check_senders(plan: SyncPlan) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sender_receives_nothing_that_it_holds(layout: str):
     plan = plan_of(sizes_of("deepseek_v3"), LAYOUTS[layout], split_latents=True)
-    held = plan.shard_shapes(0)
+    held = plan.manifest.shard_shapes(0)
     for bucket in plan.buckets:
         for message in bucket.messages:
             if message.source == bucket.sender:

@@ -10,7 +10,7 @@ from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import cut_share
 from moerl.kernels.routing import add_map_sums
 from moerl.kernels.routing_inputs import RoutedRows
-from moerl.trainer import routing_checksums
+from moerl.trainer.replay_rows import as_signed, row_keys
 
 
 def checksum(routing_map_tE: torch.Tensor, keys_t: torch.Tensor, left_out_t: torch.Tensor, layer: int) -> int:
@@ -24,8 +24,8 @@ def test_the_routing_map_of_the_recorded_experts_has_the_checksum_of_the_traject
     batches = tiny_moe.pack(tiny_moe.make_samples(51, (9, 30, 17)), token_budget=64, multiple=multiple)[0]
     for batch in batches:
         assert batch.routing_checksums is not None
-        expected_L = routing_checksums.as_signed(batch.routing_checksums)
-        keys_T = routing_checksums.row_keys(batch, context=1, context_rank=0)
+        expected_L = as_signed(batch.routing_checksums)
+        keys_T = row_keys(batch, context=1, context_rank=0)
         is_pad_T = torch.from_numpy(batch.is_pad)
         for layer in range(tiny_moe.SPEC.num_moe_layers):
             routing_map_TE = map_of(batch, layer)
@@ -53,7 +53,7 @@ def test_the_checksums_of_context_parallel_shares_add_up_to_that_of_the_trajecto
         total = 0
         for rank in (0, 1):
             share = cut_share(batch, RankCoordinates(ParallelDims(context=2), rank))
-            keys_t = routing_checksums.row_keys(share, context=2, context_rank=rank)
+            keys_t = row_keys(share, context=2, context_rank=rank)
             left_out_t = torch.from_numpy(share.is_pad | ~share.routed)
             total += checksum(map_of(share, layer), keys_t, left_out_t, layer)
-        assert (total - int(routing_checksums.as_signed(batch.routing_checksums)[layer])) % 2**64 == 0
+        assert (total - int(as_signed(batch.routing_checksums)[layer])) % 2**64 == 0
