@@ -16,10 +16,16 @@ import math
 from dataclasses import asdict, dataclass
 
 from moerl.config.architecture import describe_model
-from moerl.config.engine_memory import engine_bytes, shared_device_error
+from moerl.config.engine_memory import (
+    EngineMemory,
+    engine_bytes,
+    engine_needs,
+    pool_tokens,
+    server_share,
+    shared_device_error,
+)
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import EngineMemory, engine_needs, pool_tokens, server_share
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.machine.memory import (
@@ -279,8 +285,6 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
 def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine) -> list[Holding]:
     """Returns the copies for servers that come late, and the buckets that pass through host memory in an update."""
     rollout, found = config.rollout, list[Holding]()
-    if isinstance(rollout, EmbeddedRolloutConfig):
-        return found
     if rollout.keeps_weight_copy:
         weights = total_parameters(sizes) * config.rank_needs().element_bytes
         found.append(Holding("copy of the weights for late servers", weights))

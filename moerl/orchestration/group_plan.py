@@ -30,13 +30,8 @@ class GroupPlan:
 
     def requests(self, collector: Collector, prompt: Prompt, stage: str, number: int) -> list[RolloutRequest]:
         """Returns the requests of a group by its number, in the order of dispatch. stage: first part of rollout ids."""
-        return collector.requests(
-            [prompt],
-            run=f"{stage}-{number // self.loop.prompts_per_step:06d}",
-            count=self.loop.group_size,
-            sampling=self.sampling,
-            prefixes={},
-        )
+        run = f"{stage}-{number // self.loop.prompts_per_step:06d}"
+        return collector.requests([prompt], run=run, count=self.loop.group_size, sampling=self.sampling)
 
     def reason_against(self, trajectories: Sequence[Trajectory]) -> str:
         """Returns why `rl.filters` leave a group out, as the ledger names it; empty if they do not, or no response of

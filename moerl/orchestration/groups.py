@@ -258,7 +258,7 @@ class GroupSource:
         asked = [request for group in requests.values() for request in group]
         watch(0, len(asked), 0)
         turns = self._turns.memory({requests[n][0].lineage.group_id: n for n in numbers}, self._keep_turn)
-        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, {}, turns)
+        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, turns)
         with closing(collector.scoring.outcomes(answers)) as outcomes:
             for outcome in outcomes:
                 if self._is_closed:

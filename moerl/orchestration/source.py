@@ -33,11 +33,9 @@ class Source(Protocol):
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
         """Restores the state of a checkpoint after `step` steps; it is empty at the start of a stage."""
-        ...
 
     def recover(self) -> None:
         """Reads back, after `restore`, the groups that were finished and not trained."""
-        ...
 
     def batch(self) -> list[Trajectory]:
         """Returns the trajectories of the next step, group by group; waits for them."""
@@ -50,7 +48,6 @@ class Source(Protocol):
 
     def trained(self) -> None:
         """Notes that the batch was trained."""
-        ...
 
     def expect(self) -> Taken:
         """Notes that weights are on their way to the engine; returns a callback to call when the engine has them."""
@@ -58,7 +55,6 @@ class Source(Protocol):
 
     def settle(self) -> None:
         """Waits until the engine has the weights that are on their way."""
-        ...
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the state that a checkpoint keeps, as plain JSON; the ledger as `ledger`."""
@@ -66,15 +62,12 @@ class Source(Protocol):
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
         """Notes that a checkpoint of `step` was begun with this snapshot."""
-        ...
 
     def finished(self) -> None:
         """Notes that the last checkpoint is on disk."""
-        ...
 
     def close(self) -> None:
         """Drops the groups that are under way."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def tokenizer(any_text: bool = True) -> PreTrainedTokenizerFast:
 
 def check(opened: Opened, made: PreTrainedTokenizerFast, command: str = "train", max_positions: int = 64) -> None:
     config, task = opened
-    check_prompts(task, made, text_use(config, command, max_positions))
+    check_prompts(task, made, text_use(config.model_copy(update={"command": command}), max_positions))
 
 
 def refusal(opened: Opened, *, any_text: bool = True, max_positions: int = 64, command: str = "train") -> str:
