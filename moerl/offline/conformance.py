@@ -62,20 +62,15 @@ def run_conformance(
     subject, judge = open_subject(target)
     with closing(subject):
         bench = Bench(subject, secrets.token_hex(4), judge, target.updates_weights)
-        verdicts = _run(bench, checks, prints_json=prints_json)
+        name, verdicts = subject.facts.name, list[CheckResult]()
+        if not prints_json:
+            print(f"{name}\n")
+        for verdict in run_checks(bench, checks):
+            verdicts.append(verdict)
+            lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
+            print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
+        print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
     return 0 if conforms(verdicts) else 1
-
-
-def _run(bench: Bench, checks: Sequence[ConformanceCheck], *, prints_json: bool) -> list[CheckResult]:
-    name, verdicts = bench.subject.facts.name, list[CheckResult]()
-    if not prints_json:
-        print(f"{name}\n")
-    for verdict in run_checks(bench, checks):
-        verdicts.append(verdict)
-        lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
-        print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
-    print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
-    return verdicts
 
 
 def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | None]:
@@ -105,7 +100,13 @@ def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
 
 def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
     """Loads the reference. Raises `ConfigError` if its model is not the one under test."""
-    model = _described(folder, spec)
+    model = read_model(folder)
+    seen, expected = (
+        {"MoE layers": each.num_moe_layers, "experts": each.num_experts, "experts per token": each.experts_per_token}
+        for each in (model.spec, spec)
+    )
+    if seen != expected:
+        raise ConfigError("--model: not the model of the engine", seen=seen, expected=expected)
     check_weights(folder)
     from moerl.ranks.libraries import quiet_libraries
     from moerl.rollout.conformance.reference import TransformersJudge
@@ -114,25 +115,12 @@ def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
     return TransformersJudge(replace(model, spec=spec))
 
 
-def _described(folder: Path, spec: ModelSpec) -> ModelDescription:
-    model = read_model(folder)
-    seen, expected = (
-        {"MoE layers": each.num_moe_layers, "experts": each.num_experts, "experts per token": each.experts_per_token}
-        for each in (model.spec, spec)
-    )
-    if seen != expected:
-        raise ConfigError("--model: not the model of the engine", seen=seen, expected=expected)
-    return model
-
-
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
 def _server(target: EngineUnderTest) -> Subject:
-    if target.server_file is not None:
-        endpoint = read_endpoint(target.server_file)
-    else:
-        endpoint = Endpoint(target.url, NO_KEY, NO_KEY)
+    file = target.server_file
+    endpoint = Endpoint(target.url, NO_KEY, NO_KEY) if file is None else read_endpoint(file)
     says = look_at(endpoint)
     if says.report is None:
         return _upstream(endpoint, says, target.model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
@@ -187,23 +188,9 @@ def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: C
     Raises:
         ConfigError: the template is not usable, or fails on a prompt; names the place of the prompt.
     """
-    if isinstance(task, ChatTask):
-        with Templates() as templates:
-            _write_prompts(task, tokenizer, section, say, templates)
-
-
-def _write_prompts(
-    task: ChatTask,
-    tokenizer: Tokenizer,
-    section: TaskSection,
-    say: Callable[[str], None],
-    templates: Templates,
-) -> None:
+    if not isinstance(task, ChatTask):
+        return
     limit, template = section.longest_prompt, None
-    if task.has_chats:
-        template = ChatTemplate(tokenizer, section.template_options, templates)
-        for note in template.notes():
-            say(note)
 
     def write(prompt: Prompt) -> Prompt | None:
         text = prompt.text
@@ -219,10 +206,15 @@ def _write_prompts(
                 ) from error
         if limit is not None and len(tokenizer.encode(text, add_special_tokens=False)) > limit:
             return None
-        return Prompt(prompt.prompt_id, text, prompt.facts, prompt.chat, prompt.source)
+        return replace(prompt, text=text)
 
-    if template is not None or limit is not None:
-        task.write_prompts(write)
+    with Templates() as templates:
+        if task.has_chats:
+            template = ChatTemplate(tokenizer, section.template_options, templates)
+            for note in template.notes():
+                say(note)
+        if template is not None or limit is not None:
+            task.write_prompts(write)
     for note in task.notes():
         say(note)
     if template is not None and task.size("train"):

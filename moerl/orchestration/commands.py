@@ -31,7 +31,6 @@ from moerl.machine.stop_signals import STOPPED, StopRequest
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration import step_metrics
 from moerl.orchestration.chat import write_prompts
-from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import MakeProcess, begun_early, dump_source, group_plan, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
@@ -48,8 +47,8 @@ from moerl.orchestration.rollouts import (
     sampling_params,
 )
 from moerl.orchestration.run import Run, RunStoppedError
-from moerl.orchestration.scorers import open_scorers
-from moerl.orchestration.scoring import Scoring
+from moerl.orchestration.scoring import Scoring, open_scorers
+from moerl.orchestration.sft import cold_start
 from moerl.orchestration.source import Live
 from moerl.orchestration.task_texts import TextUse, check_prompts
 from moerl.orchestration.trackers import start_trackers

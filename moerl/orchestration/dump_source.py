@@ -25,8 +25,8 @@ from moerl.diagnostics.dumps.slime import TorchFile
 from moerl.diagnostics.dumps.survey import DumpedGroup, Survey, describe_unusable, rollouts_behind
 from moerl.errors import CheckpointError, ContractError, MoerlError
 from moerl.models.description import ModelDescription
-from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.groups import NOT_KEPT
+from moerl.orchestration.source import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from moerl.buffer.turns import KeptTurn, KeptTurns
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
-from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, unwatched
 from moerl.orchestration.selection import check_fills_up, num_episodes
+from moerl.orchestration.source import GroupPlan
 
 NOT_KEPT = "not_kept"
 """Reason in the ledger of rollouts that `rl.keep` leaves out of a group."""

@@ -189,10 +189,7 @@ class RLStage:
         metrics |= turn_metrics([*zip(parts, tables, strict=True)])
         metrics |= step_metrics.loss_metrics(totals.losses, round(sum(each.num_tokens for each in minibatches)))
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
-        metrics |= {
-            "quarantine/count": float(self.run.quarantine.num_refused),
-            **self.groups.metrics,
-        }
+        metrics |= {"quarantine/count": float(self.run.quarantine.num_refused), **self.groups.metrics}
         if self.live is not None:
             metrics["weights/version"] = float(self._published_version)
             metrics |= self.live.collector.take_counts()
@@ -203,7 +200,7 @@ class RLStage:
         ones."""
         keep = self.config.keep_routing
         first = step * self.config.rl.minibatches + 1
-        proved = [is_proved(keep.verify, first + number) for number in range(len(minibatches))]
+        proved = [is_selected(keep.verify, first + number) for number in range(len(minibatches))]
         algorithm, prepared = self.algorithm, list[PassReport]()
         several = len(minibatches) > 1 and not algorithm.interpolates_proximal
         if keep.mode == "trainer" or several or algorithm.kl_in_reward:
@@ -240,18 +237,15 @@ class RLStage:
     def _mismatch_table(self, minibatches: Sequence[Minibatch]) -> dict[str, dict[str, float]]:
         """Scores the same rollouts with the same weights four times: routing, and sampling mask, each kept and not."""
         table, prove = {}, self.config.keep_routing.verify != "off"
-        for routing in (True, False):
+        for routing, scorers in ((True, ("both", "experts")), (False, ("kept_sets", "neither"))):
             rows = []
             for number, minibatch in enumerate(minibatches):
                 with explained(self.trainer, minibatch.samples):
                     report = self.trainer.score(number, enforce=routing, prove=prove, full=True)
                 rows.append(report.rows_RC)
             gathered = step_metrics.RowTable.of(np.concatenate(rows))
-            for mask in (True, False):
-                name = {(True, True): "both", (True, False): "experts", (False, True): "kept_sets"}.get(
-                    (routing, mask), "neither"
-                )
-                table[name] = step_metrics.disagreement(gathered, full=not mask)
+            for name, full in zip(scorers, (False, True), strict=True):
+                table[name] = step_metrics.disagreement(gathered, full=full)
         return table
 
     # --- engine ------------------------------------------------------------------------------------------------------
@@ -274,7 +268,7 @@ class RLStage:
             yield
             return
         self._num_published, self._published_version = self._num_published + 1, version
-        verify = _is_due(self.config.weights.verify, self._num_published)
+        verify = is_selected(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
             if self.config.rollout.is_colocated:
                 # The state is copied now: later servers fill the devices, and the weights are not on them.
@@ -311,8 +305,7 @@ class RLStage:
                 "cold_start": evaluate(collector, "heldout", heldout, version=0),
             }
             if isinstance(collector.task, WorkedTask):
-                worked = evaluate(collector, "heldout", heldout, version=0, worked=True)
-                evaluations["cold_start_worked"] = worked
+                evaluations["cold_start_worked"] = evaluate(collector, "heldout", heldout, version=0, worked=True)
             return evaluations
 
         self._record(0, measure)
@@ -326,8 +319,7 @@ class RLStage:
         def measure() -> dict[str, Evaluation]:
             evaluations = {"dev": evaluate(collector, "dev", sizes.dev_problems, version=step)}
             if is_last:
-                final = evaluate(collector, "heldout", sizes.heldout_problems, version=step)
-                evaluations["final"] = final
+                evaluations["final"] = evaluate(collector, "heldout", sizes.heldout_problems, version=step)
             return evaluations
 
         self._record(step, measure)
@@ -368,12 +360,7 @@ def penalised_advantages(
     return np.split(advantages_B, np.cumsum([len(minibatch.samples) for minibatch in minibatches])[:-1])
 
 
-def is_proved(verify: str | int, update: int) -> bool:
-    """Returns whether `keep_routing.verify` asks for a proof before an update; updates of a run count from 1."""
-    return _is_due(verify, update)
-
-
-def _is_due(every: str | int, number: int) -> bool:
+def is_selected(every: str | int, number: int) -> bool:
     """Returns whether an option (every, off, or N for each N-th time) selects the `number`-th time, from 1."""
     return every == "every" or (isinstance(every, int) and number % every == 0)
 

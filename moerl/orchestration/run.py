@@ -131,7 +131,13 @@ class Run:
         """
         found = self._store.latest()
         if found is None:
-            self._check_nothing_was_saved()
+            if trace := self._trace_of_a_checkpoint():
+                raise CheckpointError(
+                    f"the checkpoints of {self.config.run_dir} are gone",
+                    seen=f"{trace}, without any checkpoint",
+                    expected=f"at least one in {self._store.folder}",
+                    remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
+                )
             self.reporter.rewind(STAGE_ORDER[0], 0, evaluated=True)
             self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
             return
@@ -143,17 +149,6 @@ class Run:
         self.quarantine.restore(self.state.quarantine)
         self._checkpoint, self._saved = (stage, step, found.path), (stage, step)
         self.reporter.say(f"{stage}: going on from step {step} ({found.path})")
-
-    def _check_nothing_was_saved(self) -> None:
-        """Refuses to start over a run that has lost its checkpoints."""
-        trace = self._trace_of_a_checkpoint()
-        if trace is not None:
-            raise CheckpointError(
-                f"the checkpoints of {self.config.run_dir} are gone",
-                seen=f"{trace}, without any checkpoint",
-                expected=f"at least one in {self._store.folder}",
-                remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
-            )
 
     def _trace_of_a_checkpoint(self) -> str | None:
         """Returns, in words, a trace that only a run with a checkpoint leaves; None if there is none."""
@@ -288,21 +283,17 @@ class Run:
         for name, stage_seconds in (("rollouts", "seconds/rollout"), ("weights", "seconds/weights")):
             if stage_seconds in spans:
                 spans[f"waiting/trainer_for_{name}"] = spans[stage_seconds] / seconds
-        metrics = metrics | spans | self._device_metrics(minibatches, spans["seconds/train"])
-        metrics |= {
+        devices, num_ranks = self.trainer.device_use(), self.config.parallel.world_size
+        flops, dtype = sum(minibatch.model_flops for minibatch in minibatches), self.config.model.dtype
+        metrics = metrics | spans
+        metrics |= step_metrics.speed_metrics(flops, spans["seconds/train"], num_ranks, devices, dtype)
+        metrics |= step_metrics.device_metrics(devices) | {
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),
             "throughput/tokens_per_second": num_tokens / seconds,
             "memory/peak_rss_bytes": float(max(self.peak_rss_bytes, *self.trainer.peak_rss_bytes, 0)),
         }
         self.reporter.log(stage, step, metrics)
-
-    def _device_metrics(self, minibatches: Sequence[Minibatch], seconds: float) -> dict[str, float]:
-        """Returns metrics of speed and memory of the ranks. seconds: time of training in the step."""
-        devices = self.trainer.device_use()
-        flops, num_ranks = sum(minibatch.model_flops for minibatch in minibatches), self.config.parallel.world_size
-        speed = step_metrics.speed_metrics(flops, seconds, num_ranks, devices, self.config.model.dtype)
-        return speed | step_metrics.device_metrics(devices)
 
     def check_update(self, update: UpdateReport, name: str, samples: Sequence[TrainSample] = ()) -> None:
         """Writes the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.

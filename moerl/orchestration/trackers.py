@@ -47,7 +47,17 @@ class Trackers:
         """Waits until all trackers accept rows. Raises `ConfigError` if one does not, after ending all of them."""
         with undoing(lambda: [sink.end() for sink in self._sinks]):  # an interrupt, too, leaves no process behind
             for sink in self._sinks:
-                self._open(sink)
+                try:
+                    with writing(sink.log):
+                        sink.open()
+                except TrackerError as error:
+                    raise ConfigError(
+                        f"metrics.sinks: {sink.name} cannot be started",
+                        seen=str(error),
+                        expected="a tracker that takes rows",
+                        remedy=f"read {sink.log} and correct the settings of {sink.name}, or leave it out of"
+                        " metrics.sinks",
+                    ) from error
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda sink: sink.write(stage, step, metrics))
@@ -78,18 +88,6 @@ class Trackers:
         seconds = _HURRIED_SECONDS if is_hurried else CLOSE_SECONDS
         self._each(lambda sink: sink.close(failed=error is not None, seconds=seconds))
         self._sinks = []
-
-    def _open(self, sink: TrackerSink) -> None:
-        try:
-            with writing(sink.log):
-                sink.open()
-        except TrackerError as error:
-            raise ConfigError(
-                f"metrics.sinks: {sink.name} cannot be started",
-                seen=str(error),
-                expected="a tracker that takes rows",
-                remedy=f"read {sink.log} and correct the settings of {sink.name}, or leave it out of metrics.sinks",
-            ) from error
 
     def _each(self, tell: Callable[[TrackerSink], None]) -> None:
         for sink in list(self._sinks):
