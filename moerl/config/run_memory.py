@@ -28,15 +28,7 @@ from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
-from moerl.machine.memory import (
-    FP32,
-    MOMENTS,
-    USABLE_SHARE,
-    RankMemory,
-    heaviest_rank,
-    rank_memory,
-    total_parameters,
-)
+from moerl.machine.memory import FP32, MOMENTS, USABLE_SHARE, RankMemory, heaviest_rank, rank_memory, total_parameters
 from moerl.machine.residence import MOMENTS_OF_A_RUN, Moment, moments_on_device
 from moerl.models.description import ModelDescription
 
