@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
 from moerl.contract.tokenizer import Tokenizer
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
@@ -208,7 +208,7 @@ def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: C
             return None
         return replace(prompt, text=text)
 
-    with Templates() as templates:
+    with closing(Templates()) as templates:
         if task.has_chats:
             template = ChatTemplate(tokenizer, section.template_options, templates)
             for note in template.notes():

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from moerl.algorithms.arrays import agreement, mismatch, ratio_quantiles
 from moerl.contract.ports import SamplingCosts
 from moerl.contract.spans import is_of_episode, num_turns
-from moerl.contract.trainer import STATISTICS, DeviceUse, PassReport, UpdateReport
-from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory, TurnKind
+from moerl.contract.trainer import DeviceUse, UpdateReport
+from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory, TurnKind
 from moerl.telemetry.devices import peak_flops
 from moerl.telemetry.metrics import agent_reward_metric, is_reward_name, named_reward_metric, score_metrics
 
@@ -55,33 +55,6 @@ class RowTable:
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
         return cls(*np.ascontiguousarray(rows_RC.T))
-
-
-class StepTotals:
-    """Totals of the updates of one step, over all ranks."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        layers = spec.num_moe_layers
-        self.tables: list[NDArray[np.float32]] = []
-        self.updates: list[UpdateReport] = []
-        self.losses: list[float] = []
-        self.verified = 0
-        self.unproved = 0
-        self.load_LE = np.zeros((layers, spec.num_experts), np.int64)
-        self.agreement_LS = np.zeros((layers, len(STATISTICS)), np.float64)
-        self.live_rows_L = np.zeros(layers, np.int64)
-
-    def add(self, report: PassReport) -> None:
-        """Adds one update."""
-        assert report.update is not None
-        self.tables.append(report.rows_RC)
-        self.updates.append(report.update)
-        if report.loss_sum is not None:
-            self.losses.append(report.loss_sum)
-        self.verified += report.rows_verified
-        self.load_LE += report.load_LE
-        self.agreement_LS += report.agreement_LS
-        self.live_rows_L += report.live_rows_L
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
@@ -240,14 +213,14 @@ def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
     }
 
 
-def loss_metrics(losses: Sequence[float], num_tokens: int) -> dict[str, float]:
+def loss_metrics(loss_sum: float | None, num_tokens: int) -> dict[str, float]:
     """Returns the mean loss of a token; empty if the algorithm has no loss of each token.
 
     Args:
-        losses: sums over the tokens of each update.
+        loss_sum: sum over the tokens of all updates.
         num_tokens: trained tokens of all updates.
     """
-    return {"policy/loss": sum(losses) / num_tokens} if losses else {}
+    return {} if loss_sum is None else {"policy/loss": loss_sum / num_tokens}
 
 
 def device_metrics(devices: Sequence[DeviceUse]) -> dict[str, float]:
