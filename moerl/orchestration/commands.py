@@ -112,7 +112,8 @@ def _train(run: Run, model_path: Path) -> None:
             make_room(engine)
         run.build("rl", model_path, engine)
         journal = Journal(config.run_dir / "journal", run.model.spec)
-        source = GroupSource(group_plan(config), collector, run.train_prompts(), RL, journal)
+        prompts = run.task.prompts("train", run.task.size("train"))
+        source = GroupSource(group_plan(config), collector, prompts, RL, journal)
         RLStage(run, source, run.packing(start), config.rl.steps, Live(engine, collector)).train()
         engine_bytes = engine_memory(engine)
         if config.rollout.is_colocated:

@@ -11,14 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions
+from moerl.batching.rows import Padding
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
-from moerl.contract.ports import PolicyEngine, Prompt, Task
+from moerl.contract.ports import PolicyEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.tokenizer import Tokenizer
 from moerl.contract.trainer import Stage, Trainer, UpdateReport
@@ -27,7 +29,7 @@ from moerl.errors import CheckpointError, MoerlError
 from moerl.machine.stop_signals import StopRequest
 from moerl.models.description import ModelDescription
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import Minibatch, pack_options
+from moerl.orchestration.batches import Minibatch
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
@@ -95,9 +97,6 @@ class Run:
         with self.stopwatch.span(name):
             yield
 
-    def train_prompts(self) -> list[Prompt]:
-        return self.task.prompts("train", self.task.size("train"))
-
     def build(self, stage: Stage, folder: Path, engine: PolicyEngine | None = None) -> None:
         """Has the trainer build a stage from a model directory, and shows the trainer's notes once.
 
@@ -111,14 +110,16 @@ class Run:
         self._said.update(self.trainer.notes)
 
     def packing(self, model: ModelDescription) -> PackOptions:
-        """Returns how sequences share microbatches of a model of this run."""
-        config, shares_prompts = self.config, self.trainer.shares_prompts
-        return pack_options(
-            model,
-            config.parallel.dims,
-            config.trainer.microbatch_tokens,
-            share_prompts=shares_prompts,
-            scores=config.algorithm.needs,
+        """Returns how sequences share microbatches of a model of this run: the layout's padding, ranks balanced by
+        operations."""
+        dims = self.config.parallel.dims
+        return PackOptions(
+            self.config.trainer.microbatch_tokens,
+            Padding.of(dims),
+            cost=sequence_flops(model),
+            count_multiple=dims.microbatch_multiple,
+            share_prompts=self.trainer.shares_prompts,
+            scores=self.config.algorithm.needs,
         )
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

@@ -94,18 +94,15 @@ class Trackers:
             try:
                 tell(sink)
             except TrackerError as error:
-                self._leave_out(sink, error)
-
-    def _leave_out(self, sink: TrackerSink, error: TrackerError) -> None:
-        self._sinks.remove(sink)
-        sink.end()
-        after = f" after {self._latest}" if self._latest else ""
-        text = (
-            f"{sink.name} failed{after}: {error}; it gets no more rows and may lack the latest, metrics.jsonl has all;"
-            f" log: {sink.log}"
-        )
-        self.failures.append(text)
-        self._say(f"WARNING: {text}")
+                self._sinks.remove(sink)
+                sink.end()
+                after = f" after {self._latest}" if self._latest else ""
+                text = (
+                    f"{sink.name} failed{after}: {error}; it gets no more rows and may lack the latest, metrics.jsonl"
+                    f" has all; log: {sink.log}"
+                )
+                self.failures.append(text)
+                self._say(f"WARNING: {text}")
 
 
 def start_trackers(metrics: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:
