@@ -146,7 +146,7 @@ def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def short_help(usage: str, command: CommandText, parser: argparse.ArgumentParser) -> str:
     """Returns the help of a command that reads no configuration."""
-    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
+    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples.items())
     about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
     return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{options_text(parser)}"
 

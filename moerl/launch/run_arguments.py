@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from moerl.config.command_texts import COMMANDS
@@ -43,7 +43,7 @@ def run_help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
     if about.first_keys and not all_keys:
         groups = groups_text(config_dir, ("recipe",))
         keys = first_keys_text(about.first_keys)
-        return "\n\n".join([usage, head, _examples_text(about.examples[:3]), options, groups, f"{keys}\n{more}"])
+        return "\n\n".join([usage, head, _examples_text(about.examples, 3), options, groups, f"{keys}\n{more}"])
     keys = () if all_keys else about.keys
     parts = [
         usage,
@@ -58,5 +58,6 @@ def run_help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _examples_text(examples: Sequence[tuple[str, str]]) -> str:
-    return "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in examples)
+def _examples_text(examples: Mapping[str, str], most: int | None = None) -> str:
+    shown = [f"  {line}\n      {purpose}" for line, purpose in examples.items()]
+    return "examples:\n" + "\n".join(shown[:most])

@@ -38,8 +38,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any], templates: Templates) -> None:
         self._tokenizer, self._options, self._templates = tokenizer, dict(options), templates
-        if not getattr(tokenizer, "chat_template", None):
-            raise _no_template()
+        _require_template(tokenizer)
         self._check_options()
         self._check_date()
 
@@ -161,8 +160,7 @@ class ChatWriter:
         Raises:
             ConfigError: the tokenizer has no template, or the template fails on the messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise _no_template()
+        _require_template(self._tokenizer)
         request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options)
         return self._thread.submit(self._templates.write, request).result()
 
@@ -172,14 +170,15 @@ class ChatWriter:
         self._thread.shutdown()
 
 
-def _no_template() -> ConfigError:
-    return ConfigError(
-        "the tokenizer has no chat template, and the task has messages",
-        seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
-        expected="a template, as instruction-tuned models have",
-        remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
-        " they are (task.text_as=raw)",
-    )
+def _require_template(tokenizer: Tokenizer) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the tokenizer has no chat template, and the task has messages",
+            seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
+            expected="a template, as instruction-tuned models have",
+            remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
+            " they are (task.text_as=raw)",
+        )
 
 
 def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: Callable[[str], None]) -> None:

@@ -22,9 +22,8 @@ from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
-from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, unwatched
-from moerl.orchestration.selection import check_fills_up, num_episodes
+from moerl.orchestration.selection import PromptChoice, check_fills_up, num_episodes
 from moerl.orchestration.source import GroupPlan
 
 NOT_KEPT = "not_kept"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,8 @@ class Scoring:
 
     def of(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Returns the trajectories with their scores; waits for them. Raises `ScoreError`."""
-        return [_scored(trajectory, scores) for trajectory, scores in [(t, self._ask(t)) for t in trajectories]]
+        asked = [self._ask(trajectory) for trajectory in trajectories]
+        return [_scored(trajectory, scores) for trajectory, scores in zip(trajectories, asked, strict=True)]
 
     def outcomes(self, outcomes: Generator[RolloutOutcome]) -> Generator[RolloutOutcome]:
         """Yields outcomes in their order, their trajectories with scores; sampling waits for none. If the caller stops,
@@ -50,18 +51,18 @@ class Scoring:
         if not self._scorers:
             yield from outcomes
             return
-        pending: deque[_Pending] = deque()
+        pending: deque[tuple[RolloutOutcome, list[_Scores]]] = deque()
         try:
             with closing(outcomes):
                 for outcome in outcomes:
-                    pending.append(_Pending(outcome, [self._ask(each) for each in outcome.trajectories]))
-                    while pending and pending[0].is_done:
-                        yield pending.popleft().outcome_with_scores()
+                    pending.append((outcome, [self._ask(each) for each in outcome.trajectories]))
+                    while pending and all(future.done() for scores in pending[0][1] for future in scores.values()):
+                        yield _with_scores(*pending.popleft())
                 while pending:
-                    yield pending.popleft().outcome_with_scores()
+                    yield _with_scores(*pending.popleft())
         finally:
-            for each in pending:
-                each.cancel()
+            for future in (future for _, asked in pending for scores in asked for future in scores.values()):
+                future.cancel()
 
     def close(self) -> None:
         """Ends all scorers."""
@@ -72,26 +73,10 @@ class Scoring:
         return {name: scorer.submit(trajectory) for name, scorer in self._scorers.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    """An outcome whose scores were asked for."""
-
-    outcome: RolloutOutcome
-    scores: Sequence[_Scores]
-
-    @property
-    def is_done(self) -> bool:
-        return all(future.done() for scores in self.scores for future in scores.values())
-
-    def outcome_with_scores(self) -> RolloutOutcome:
-        """Waits for the scores; returns the outcome with them."""
-        pairs = zip(self.outcome.trajectories, self.scores, strict=True)
-        return replace(self.outcome, trajectories=tuple(_scored(trajectory, scores) for trajectory, scores in pairs))
-
-    def cancel(self) -> None:
-        for scores in self.scores:
-            for future in scores.values():
-                future.cancel()
+def _with_scores(outcome: RolloutOutcome, asked: Sequence[_Scores]) -> RolloutOutcome:
+    """Waits for the scores that were asked for; returns the outcome with them."""
+    pairs = zip(outcome.trajectories, asked, strict=True)
+    return replace(outcome, trajectories=tuple(_scored(trajectory, scores) for trajectory, scores in pairs))
 
 
 def _scored(trajectory: Trajectory, scores: _Scores) -> Trajectory:
