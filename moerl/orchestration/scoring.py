@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,18 +51,18 @@ class Scoring:
         if not self._scorers:
             yield from outcomes
             return
-        pending: deque[tuple[RolloutOutcome, list[_Scores]]] = deque()
+        pending: deque[_Pending] = deque()
         try:
             with closing(outcomes):
                 for outcome in outcomes:
-                    pending.append((outcome, [self._ask(each) for each in outcome.trajectories]))
-                    while pending and all(future.done() for scores in pending[0][1] for future in scores.values()):
-                        yield _with_scores(*pending.popleft())
+                    pending.append(_Pending(outcome, [self._ask(each) for each in outcome.trajectories]))
+                    while pending and pending[0].is_done:
+                        yield pending.popleft().outcome_with_scores()
                 while pending:
-                    yield _with_scores(*pending.popleft())
+                    yield pending.popleft().outcome_with_scores()
         finally:
-            for future in (future for _, asked in pending for scores in asked for future in scores.values()):
-                future.cancel()
+            for each in pending:
+                each.cancel()
 
     def close(self) -> None:
         """Ends all scorers."""
@@ -73,10 +73,26 @@ class Scoring:
         return {name: scorer.submit(trajectory) for name, scorer in self._scorers.items()}
 
 
-def _with_scores(outcome: RolloutOutcome, asked: Sequence[_Scores]) -> RolloutOutcome:
-    """Waits for the scores that were asked for; returns the outcome with them."""
-    pairs = zip(outcome.trajectories, asked, strict=True)
-    return replace(outcome, trajectories=tuple(_scored(trajectory, scores) for trajectory, scores in pairs))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """An outcome whose scores were asked for."""
+
+    outcome: RolloutOutcome
+    scores: Sequence[_Scores]
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for scores in self.scores for future in scores.values())
+
+    def outcome_with_scores(self) -> RolloutOutcome:
+        """Waits for the scores; returns the outcome with them."""
+        pairs = zip(self.outcome.trajectories, self.scores, strict=True)
+        return replace(self.outcome, trajectories=tuple(_scored(trajectory, scores) for trajectory, scores in pairs))
+
+    def cancel(self) -> None:
+        for scores in self.scores:
+            for future in scores.values():
+                future.cancel()
 
 
 def _scored(trajectory: Trajectory, scores: _Scores) -> Trajectory:
