@@ -142,8 +142,8 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     """Prepares a run; a stop signal may end this anywhere. Returns its configuration, whether it is resumed, and the
     lock of its directory, which the stack releases; the exit status if there is nothing to run."""
     from moerl.config.checks import config_notes
+    from moerl.config.help_text import recipe_text
     from moerl.config.load import load_config, refuse_taken_run_dir, resolve_auto, split_resume
-    from moerl.config.recipes import recipe_text
 
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
@@ -182,9 +182,8 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
     try:
         if command in ("rollout", "eval"):
             return commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)
-        run = commands.run_train if command == "train" else commands.run_sft
         with stop.within(config.checkpoint.grace_seconds):
-            status = run(config, resume=resume, stop=stop, started=started, lock=lock)
+            status = commands.run_train(config, resume=resume, stop=stop, started=started, lock=lock)
     except GraceOverError:
         status = STOPPED
     except BaseException as error:  # whatever ended the run
@@ -234,8 +233,8 @@ def _plan(command: str, options: argparse.Namespace) -> int:
 
 def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
     """Prints what the recipe sets as comments, and the resolved configuration, which is YAML with them."""
+    from moerl.config.help_text import recipe_text
     from moerl.config.load import dump_config, split_resume
-    from moerl.config.recipes import recipe_text
 
     if split_resume(options.overrides)[0] is None:
         print(textwrap.indent(recipe_text(options.overrides, options.config_dir), "# "))

@@ -121,7 +121,7 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr("moerl.launch.slurm.command.plan_run", lambda *_, **__: 0)
     # Hydra takes most of the time: the same keys are composed once, and what recipes set is not told.
     monkeypatch.setattr("moerl.config.compose._compose", composed_once)
-    monkeypatch.setattr("moerl.config.recipes.recipe_text", lambda *_: "")
+    monkeypatch.setattr("moerl.config.help_text.recipe_text", lambda *_: "")
     monkeypatch.setattr("moerl.launch.slurm.command.recipe_text", lambda *_: "")
     # What doctor looks at without a run has tests of its own.
     monkeypatch.setattr(packages, "package_checks", list)

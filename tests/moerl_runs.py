@@ -272,13 +272,13 @@ def _do_once_what_every_run_does_first() -> None:
     import torch
     from transformers import conversion_mapping
 
-    from moerl.config import recipes
+    from moerl.config import help_text
     from moerl.diagnostics.plots import new_figure
     from moerl.kernels import host
 
-    recipes.recipe_values = cache(recipes.recipe_values)
+    help_text.recipe_values = cache(help_text.recipe_values)
     for recipe in ("tiny", "laptop"):
-        recipes.recipe_text([f"recipe={recipe}"], None)
+        help_text.recipe_text([f"recipe={recipe}"], None)
     conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
     y, scales = host.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
     host.rms_norm_backward(y, torch.ones(4), scales, y)

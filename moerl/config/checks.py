@@ -11,10 +11,15 @@ from collections.abc import Iterable
 from moerl.config.architecture import check_model, describe_architecture, describe_model
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
-from moerl.config.rollout_checks import check_buffer, check_dumps, check_precision, check_scores
+from moerl.config.rollout_checks import (
+    check_buffer,
+    check_dumps,
+    check_experts_of_server,
+    check_precision,
+    check_scores,
+)
 from moerl.config.rollouts import RolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import EvaluationConfig, RLConfig, RunConfig, SftConfig
-from moerl.config.server_layout import check_experts_of_server
 from moerl.config.trackers import check_trackers
 from moerl.contract.ports import Task
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -33,7 +38,14 @@ LARGE_MODEL_PARAMETERS, LARGE_MODEL_MAX_LR = 10**9, 1e-5
 def check_run(config: RunConfig) -> None:
     """Checks the rules that hold for every command. Raises `ConfigError` at the first that is broken."""
     check_model(config.model)
-    _check_lengths(config)
+    longest = config.rollout.max_new_tokens
+    if longest >= config.trainer.microbatch_tokens:
+        raise ConfigError(
+            "trainer.microbatch_tokens: does not hold one response with its prompt",
+            seen=config.trainer.microbatch_tokens,
+            expected=f"> rollout.max_new_tokens = {longest}",
+            remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
+        )
     _check_stages(config)
     if config.model.architecture is None:
         _check_layout(config, None)
@@ -81,7 +93,9 @@ def check_command(config: RunConfig, command: str, *, looks_at_packages: bool = 
         check_ray(config.launch)
     check_model_fits(config)
     _check_room_to_build(config)
-    _check_own_tokenizer(config)
+    # A run that goes on has a copy, with the model that it built.
+    if config.model.tokenizer is not None and not (config.run_dir / INITIAL_MODEL).exists():
+        check_tokenizer(config.model.tokenizer, "model.tokenizer")
     config.task.check_files()
     if command in ("train", "rollout"):
         vocab_size = None if config.model.path is None else describe_model(config.model).vocab_size
@@ -110,12 +124,6 @@ def _check_room_to_build(config: RunConfig) -> None:
             expected="a model that fits",
             remedy="lower its sizes, or start from a directory: model=pretrained model.path=DIR",
         )
-
-
-def _check_own_tokenizer(config: RunConfig) -> None:
-    """Checks the directory of `model.tokenizer`, unless the run goes on: the model that it built has a copy."""
-    if config.model.tokenizer is not None and not (config.run_dir / INITIAL_MODEL).exists():
-        check_tokenizer(config.model.tokenizer, "model.tokenizer")
 
 
 def config_notes(config: RunConfig) -> list[str]:
@@ -183,17 +191,6 @@ def _check_sizes(config: RunConfig, sizes: ModelDescription) -> None:
             seen=longest,
             expected=f"< {where} = {sizes.max_positions}",
             remedy="lower rollout.max_new_tokens" + (f" or raise {where}" if sizes.folder is None else ""),
-        )
-
-
-def _check_lengths(config: RunConfig) -> None:
-    longest = config.rollout.max_new_tokens
-    if longest >= config.trainer.microbatch_tokens:
-        raise ConfigError(
-            "trainer.microbatch_tokens: does not hold one response with its prompt",
-            seen=config.trainer.microbatch_tokens,
-            expected=f"> rollout.max_new_tokens = {longest}",
-            remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.core.override_parser.types import OverrideType, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -39,16 +39,10 @@ class Parsed:
 
     text: str
     """Assignment as given, without a leading ``+``."""
-    override: Override
-    """Hydra's reading of the text."""
-
-    @property
-    def key(self) -> str:
-        return self.override.key_or_group
-
-    @property
-    def value(self) -> Any:
-        return self.override.value()
+    key: str
+    """Key or config group."""
+    value: Any
+    """Value as Hydra reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +136,7 @@ def parse_override(text: str) -> Parsed:
             expected="key=value",
             remedy="moerl train -m starts one run per value",
         )
-    return Parsed(plain, override)
+    return Parsed(plain, override.key_or_group, override.value())
 
 
 def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
@@ -290,11 +284,6 @@ def _configuration_errors() -> Iterator[None]:
         ) from error
 
 
-def _near_option(option: str, options: list[str]) -> str:
-    near = difflib.get_close_matches(option, options, n=1)
-    return f"{f'did you mean {near[0]}?' if near else 'choose one of these;'} --config-dir DIR adds your own"
-
-
 def _as_assignment(text: str) -> str:
     """Returns the remedy for a word without =: how to write what it may mean."""
     groups = [group for group, options in config_groups().items() if text in options]
@@ -310,11 +299,13 @@ def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
     if parsed.key in groups:
         option = parsed.value
         if option not in groups[parsed.key]:
+            close = difflib.get_close_matches(str(option), groups[parsed.key], n=1)
+            near = f"did you mean {close[0]}?" if close else "choose one of these;"
             raise ConfigError(
                 f"{parsed.key}: no such option",
                 seen=option,
                 expected=f"one of {', '.join(groups[parsed.key])}",
-                remedy=_near_option(str(option), groups[parsed.key]),
+                remedy=f"{near} --config-dir DIR adds your own",
             )
         return parsed.text
     if not is_known(parsed.key):

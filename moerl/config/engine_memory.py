@@ -1,18 +1,43 @@
-"""Memory of an embedded engine on the GPU that the first trainer rank uses, too. Pure, torch-free; the controller.
+"""Memory of an engine that samples: its weights, and the key-value cache of what it works on. Pure; any process.
 
-On one device both have to fit from the start: the engine keeps its weights and its key-value cache while the trainer
-works. Prompts are not known yet; each slot is counted with room for `PROMPT_TOKENS` of them.
+An embedded engine keeps both on the GPU that the first trainer rank uses, too (`engine_bytes`): they have to fit from
+the start. Prompts are not known yet; each slot is counted with room for `PROMPT_TOKENS` of them. All that follows is of
+servers, and of an embedded engine on a CPU (`engine_needs`).
+
+Shape legend: L = layers, t = tensor-parallel devices of a server, e = groups of them that share its experts, b = bytes
+of an element.
+
+**Weights** are split as SGLang splits them: attention, embedding and head over t, norms and routers whole; each of e
+groups has an e-th of the experts, each cut over the t / e devices of the group.
+
+**The cache of a token** on each device of a server:
+
+    grouped heads      2 L ceil(key-value heads / t) head_dim b      keys and values; heads are repeated if t is more
+    latent attention   L (kv_rank + rope_dim) b                      the compressed row, whole on every device
+
+**The pool** is what a server's share of a device leaves next to its weights, or `rollout.max_pool_tokens`, if that is
+less. A server with a smaller pool than all its responses need works on fewer of them at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig
+from moerl.config.rollouts import CPU_POOL_TOKENS, EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
+from moerl.config.training import TrainerConfig
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
-from moerl.machine.memory import USABLE_SHARE, total_parameters
+from moerl.machine.memory import USABLE_SHARE, rank_parameters, total_parameters
 from moerl.models.description import ModelDescription
+from moerl.tasks.registry import TaskConfig
 
+OWN_SHARE = 0.8
+"""Share of a GPU that SGLang takes for weights and pool if `rollout.memory_share` is null. Its own rule (0.5.21) keeps
+some 13 GiB of 80 for activations and captured graphs, and depends on the GPU; this is a little less than it takes."""
+
+EMBEDDED_ELEMENT_BYTES = 4
+"""On a CPU the embedded engine emulates 16-bit formats in float32."""
 PROMPT_TOKENS = 128
 """Room for a prompt in each slot; longer ones take more."""
 PREFILL_TOKENS = 16384
@@ -20,6 +45,74 @@ PREFILL_TOKENS = 16384
 LOGIT_BYTES = 24
 """Bytes of a logit that is sampled from: itself in float32, its rank, its exponential and their sums."""
 _GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Memory that one engine needs."""
+
+    weights_bytes: int
+    """Weights on one device."""
+    token_bytes: int
+    """Cache of one token on one device."""
+    longest: int
+    """Tokens of the longest sequence that the run may sample, prompt included: the model, a microbatch and the longest
+    prompt that the task lets through limit it."""
+    side_by_side: int
+    """Sequences that the engine is asked to work on together."""
+
+    @property
+    def asked_bytes(self) -> int:
+        """Cache of one device for all sequences side by side, each as long as the longest."""
+        return self.side_by_side * self.longest * self.token_bytes
+
+
+def engine_needs(
+    rollout: RolloutConfig, trainer: TrainerConfig, task: TaskConfig, sizes: ModelDescription
+) -> EngineMemory:
+    """Returns the needs of each server that a run starts, or of an embedded engine on a CPU."""
+    tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
+    is_embedded = isinstance(rollout, EmbeddedRolloutConfig)
+    element = EMBEDDED_ELEMENT_BYTES if is_embedded or rollout.dtype == "float32" else 2
+    expert = rollout.expert if isinstance(rollout, SGLangRolloutConfig) else 1
+    dims = ParallelDims(tensor=tensor, expert=expert, expert_tensor=tensor // expert)
+    parameters = rank_parameters(sizes, dims, 0)
+    longest = [sizes.max_positions, trainer.microbatch_tokens]
+    if task.longest_prompt is not None:
+        longest.append(task.longest_prompt + rollout.max_new_tokens)
+    return EngineMemory(
+        weights_bytes=sum(parameters.values()) * element,
+        token_bytes=cache_token_bytes(sizes, tensor, element),
+        longest=min(longest),
+        side_by_side=rollout.max_running,
+    )
+
+
+def cache_token_bytes(sizes: ModelDescription, tensor: int, element_bytes: int) -> int:
+    """Returns the cache of one token on each of `tensor` devices of a server, in bytes."""
+    if sizes.latent is not None:
+        width = sizes.latent.kv_rank + sizes.latent.rope_dim
+    else:
+        width = 2 * -(-sizes.num_key_value_heads // tensor) * sizes.head_dim
+    return sizes.num_layers * width * element_bytes
+
+
+def server_share(rollout: SGLangRolloutConfig) -> float:
+    """Returns the share of a GPU for a server's weights and pool."""
+    return OWN_SHARE if rollout.memory_share is None else rollout.memory_share
+
+
+def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: float | None) -> int:
+    """Returns the tokens that a server's pool holds; 0 if not even the weights fit.
+
+    Args:
+        gpu_bytes: memory of one GPU; None on CPUs: the pool then has a fixed size.
+    """
+    if gpu_bytes is None:
+        return CPU_POOL_TOKENS if rollout.max_pool_tokens is None else rollout.max_pool_tokens
+    room = int(server_share(rollout) * gpu_bytes) - engine.weights_bytes
+    fits = max(0, room // engine.token_bytes)
+    return fits if rollout.max_pool_tokens is None else min(fits, rollout.max_pool_tokens)
 
 
 def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: bool) -> dict[str, int]:
@@ -30,10 +123,16 @@ def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: boo
     element = 4 if rollout.dtype == "float32" else 2
     weights, rows = total_parameters(sizes) * element, -(-rollout.max_running // 8) * 8
     widths = 2 * sizes.hidden_size + 3 * sizes.moe_intermediate_size
+    if sizes.latent is not None:
+        head = sizes.latent.nope_dim + sizes.latent.rope_dim + sizes.latent.value_dim
+        cached = sizes.num_attention_heads * head
+    else:
+        cached = 2 * sizes.num_key_value_heads * sizes.head_dim
+    slot_tokens = rows * (rollout.max_new_tokens + PROMPT_TOKENS)
     return {
         "weights": weights,
         "weights of an update": weights,
-        "key-value cache": rows * (rollout.max_new_tokens + PROMPT_TOKENS) * _cached_numbers(sizes) * element,
+        "key-value cache": slot_tokens * sizes.num_layers * cached * element,
         "logits": rows * sizes.vocab_size * LOGIT_BYTES,
         "prompts": PREFILL_TOKENS * sizes.experts_per_token * widths * element,
     }
@@ -58,11 +157,3 @@ def shared_device_error(engine: Mapping[str, int], rank_bytes: int, device_bytes
         expected=f"at most {usable / _GIB:.1f} GiB together, {USABLE_SHARE:.0%} of {device_bytes / _GIB:.1f} GiB",
         remedy=f"lower {', '.join(ways)}{more}, or take servers on GPUs of their own: rollout=sglang",
     )
-
-
-def _cached_numbers(sizes: ModelDescription) -> int:
-    """Counts the numbers of a token in the cache, of all layers."""
-    if sizes.latent is not None:
-        width = sizes.latent.nope_dim + sizes.latent.rope_dim + sizes.latent.value_dim
-        return sizes.num_layers * sizes.num_attention_heads * width
-    return sizes.num_layers * 2 * sizes.num_key_value_heads * sizes.head_dim

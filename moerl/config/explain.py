@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from moerl.config.foreign_keys import counterpart
 from moerl.config.moved import moved_key
-from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
+from moerl.config.reference import CHOICES, by_tag, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
 from moerl.scorers.registry import SCORER_SECTIONS
 from moerl.sections import UNSHOWN
@@ -153,11 +153,7 @@ def _unknown_of_kind(path: str, what: str, section: type[BaseModel]) -> ConfigEr
     )
 
 
-_REWARDS: dict[str, type[BaseModel]] = {
-    get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(get_args(Reward)[0])
-}
-_SCORERS: dict[str, type[BaseModel]] = {
-    get_args(section.model_fields["kind"].annotation)[0]: section for section in SCORER_SECTIONS
-}
+_REWARDS = by_tag(get_args(get_args(Reward)[0]), "kind")
+_SCORERS = by_tag(SCORER_SECTIONS, "kind")
 _TAGS = dict(key.split(".") for key in CHOICES)
 """By section, the key that names its kind; only sections that come in several kinds."""

@@ -1,4 +1,5 @@
-"""Config groups and keys as ``--help`` lists them, generated from the schema and the YAML files."""
+"""Config groups and keys as texts for people: as ``--help`` lists them, and those that a recipe sets, which are shown
+when a run starts, by ``--show-config`` and by `moerl launch slurm --dry-run`. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,12 +11,21 @@ from typing import Any
 
 import yaml
 
-from moerl.config.compose import CONFIGS, compose_values, config_groups
+from moerl.config.compose import (
+    CONFIGS,
+    DEFAULT_RECIPE,
+    chosen_recipe,
+    compose_values,
+    config_groups,
+    override_keys,
+    recipe_values,
+)
 from moerl.config.reference import CHOICES, ConfigKey, config_keys
 
 WIDTH = 110
 _KEY_WIDTH = 46
 _REQUIRED = "???"
+_ALWAYS_NAMED = ("model", "task")
 RESUME_TEXT = (
     "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. rl.steps may\n"
     "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not.\n"
@@ -79,23 +89,14 @@ def _heading(key: ConfigKey) -> str:
     choice = _choice(key)
     if choice is not None and choice != "embedded":
         section, _, _ = key.path.partition(".")
-        first = next(iter(CHOICES[_tag(section)]))
-        shared = section == "rollout" and choice != first
-        return f"{section}={choice}" + (f", besides the keys of {section}={first}" if shared else "")
+        return f"{section}={choice}" + (", besides the keys of rollout=embedded" if section == "rollout" else "")
     return key.path.rpartition(".")[0] or "run"
 
 
 def _choice(key: ConfigKey) -> str | None:
     """Finds the first kind of a section that has the key; None if the section does not come in several kinds."""
-    for names in CHOICES.values():
-        for name, owner in names.items():
-            if owner == key.owner:
-                return name
-    return None
-
-
-def _tag(section: str) -> str:
-    return next(key for key in CHOICES if key.startswith(f"{section}."))
+    names = (name for choices in CHOICES.values() for name, owner in choices.items() if owner == key.owner)
+    return next(names, None)
 
 
 def _default(key: ConfigKey, composed: dict[str, Any]) -> str:
@@ -111,7 +112,7 @@ def _default(key: ConfigKey, composed: dict[str, Any]) -> str:
         values = values[part]
     if values == _REQUIRED:
         return "(you must give it)"
-    return values if isinstance(values, str) else json.dumps(values).replace('"', "")
+    return _text(values)
 
 
 def _default_options() -> dict[str, str]:
@@ -136,3 +137,44 @@ def _entry(head: str, text: str) -> list[str]:
     if len(head) > _KEY_WIDTH:
         return [f"    {head}", *(f"{indent}{line}" for line in wrapped)]
     return [f"    {head:<{_KEY_WIDTH}}{wrapped[0]}".rstrip(), *(f"{indent}{line}" for line in wrapped[1:])]
+
+
+def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequence[str] = ()) -> str:
+    """Returns the recipe with the groups and keys that it sets beyond the base, and the overrides of the command line.
+
+    Args:
+        overrides: of the command line, without ``resume=``. A key that they set is not listed as the recipe's.
+        only: keys and sections that matter for the command; empty for all.
+    """
+    chosen = chosen_recipe(overrides)
+    sets = recipe_values(chosen or DEFAULT_RECIPE, config_dir)
+    default_groups = recipe_values(DEFAULT_RECIPE).groups
+    changed = [key for key in override_keys(overrides) if key != "recipe"]
+    groups = [
+        f"{group}={option}"
+        for group, option in sets.groups.items()
+        if (group in _ALWAYS_NAMED or option != default_groups[group]) and group not in changed
+    ]
+    keys = [
+        f"{path}={_text(value)}"
+        for path, value in sets.keys.items()
+        if not _is_among(path, changed) and (not only or _is_among(path, only))
+    ]
+    name = chosen or f"{DEFAULT_RECIPE} (default)"
+    lines = _wrap(f"recipe {name}:", [*groups, *keys])
+    own = [text.lstrip("+") for text in overrides if not text.lstrip("+").startswith("recipe=")]
+    return "\n".join([*lines, *(_wrap("command line:", own) if own else [])])
+
+
+def _is_among(path: str, keys: Sequence[str]) -> bool:
+    """Returns whether `keys` have the key, its section, or an entry of the mapping that it holds."""
+    return any(path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in keys)
+
+
+def _wrap(head: str, words: Sequence[str]) -> list[str]:
+    text = " ".join([head, *words])
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")

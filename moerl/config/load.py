@@ -213,7 +213,11 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
         if not is_known(parsed.key):
             raise unknown_key(parsed.key)
         check_may_change(parsed.key, parsed.text, command, run_dir)
-        _set_value(values, parsed.key, parsed.value)
+        *parents, name = parsed.key.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        section[name] = parsed.value
     values["run_dir"] = str(run_dir)
     config = _with_hub_model(_with_absolute_paths(_validate(values)), values)
     check_command(config, command)
@@ -223,13 +227,6 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
 def _with_hub_model(config: RunConfig, values: dict[str, Any], known: ModelConfig | None = None) -> RunConfig:
     """Replaces a model of the hub by its directory. Call after all other checks: this may have to ask the hub."""
     return config.model_copy(update={"model": with_hub_model(config.model, values["model"]["path"], known)})
-
-
-def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        values = values[parent]
-    values[name] = value
 
 
 def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
@@ -252,7 +249,9 @@ def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
 def _validated(values: dict[str, Any], command: str) -> RunConfig:
     """Returns composed values as the configuration of a command, paths made absolute."""
     if values.get("run_dir") is None:
-        values["run_dir"] = _default_run_dir(command, str(values.get("recipe")), str(values.get("seed")))
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        prefix = "" if command == "train" else f"{command}-"
+        values["run_dir"] = f"runs/{prefix}{values.get('recipe')}-seed{values.get('seed')}-{now}"
     if COMMAND_KEY in values:
         raise unknown_key(COMMAND_KEY)
     return _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
@@ -299,9 +298,3 @@ def _validate(values: dict[str, Any]) -> RunConfig:
         raise explain(error) from error
     check_run(config)
     return config
-
-
-def _default_run_dir(command: str, recipe: str, seed: str) -> str:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    prefix = "" if command == "train" else f"{command}-"
-    return f"runs/{prefix}{recipe}-seed{seed}-{now}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN
+from moerl.config.megatron_names import MEGATRON_FIXED, MEGATRON_KEYS, MEGATRON_OPEN, by_name
 from moerl.config.rollouts import RolloutConfig, SGLangRolloutConfig
 from moerl.config.training import TrainerConfig
 from moerl.errors import ConfigError
@@ -20,62 +20,65 @@ from moerl.errors import ConfigError
 SERVER_ARGS, MEGATRON = "rollout.server_args", "trainer.megatron"
 NOT_CHECKED = "not checked by moerl"
 
-SERVER_KEYS = {
-    **dict.fromkeys(("model_path", "model", "tokenizer_path"), "model.path"),
-    **dict.fromkeys(("tp_size", "tensor_parallel_size"), "rollout.tensor"),
-    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "rollout.expert"),
-    **dict.fromkeys(("dp_size", "data_parallel_size"), "rollout.servers"),
-    "dtype": "rollout.dtype",
-    "max_running_requests": "rollout.max_running",
-    "max_total_tokens": "rollout.max_pool_tokens",
-    "mem_fraction_static": "rollout.memory_share",
-    "device": "rollout.environment",
-    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "enable_memory_saver"), "rollout.placement"),
-}
+SERVER_KEYS = by_name(
+    {
+        "model.path": "model_path model tokenizer_path",
+        "rollout.tensor": "tp_size tensor_parallel_size",
+        "rollout.expert": "ep_size expert_parallel_size ep",
+        "rollout.servers": "dp_size data_parallel_size",
+        "rollout.dtype": "dtype",
+        "rollout.max_running": "max_running_requests",
+        "rollout.max_pool_tokens": "max_total_tokens",
+        "rollout.memory_share": "mem_fraction_static",
+        "rollout.environment": "device",
+        "rollout.placement": "base_gpu_id gpu_id_step enable_memory_saver",
+    }
+)
 """Arguments of SGLang's servers, under all their names, and the key that sets each."""
 
-_ADDRESS = "a server of a run listens on a private address and a free port, with keys of its own"
-_ONE_MACHINE = "a server's ranks are on one machine, and meet in a file"
 _TENSOR = (
     "a server's ranks are those of rollout.tensor, one on each of its GPUs; no other split of a model is supported"
 )
-_CONTRACT = "rollouts need it as it is"
 _EXPERTS = "experts stay on the ranks that loaded them, one copy of each: weight updates and checksums count on it"
-_WHOLE = "a server computes whole responses by itself"
 _DRAFTS = "speculative decoding returns no kept sets"
 _CACHE = "hits of a cache beyond the GPU's return wrong routing rows"
-SERVER_FIXED = {
-    **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
-    **dict.fromkeys(("grpc_mode", "smg_grpc_mode", "grpc_port", "sidecar"), _ADDRESS),
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), _ADDRESS),
-    **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nccl_port", "nnodes", "node_rank"), _ONE_MACHINE),
-    **dict.fromkeys(("use_ray", "gated_launch_port"), _ONE_MACHINE),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "dwdp_size"), _TENSOR),
-    **dict.fromkeys(("attn_cp_size", "attention_context_parallel_size", "enable_prefill_cp"), _TENSOR),
-    **dict.fromkeys(("dcp_size", "decode_context_parallel_size"), _TENSOR),
-    **dict.fromkeys(("moe_dp_size", "moe_data_parallel_size", "moe_dense_tp_size", "shared_experts_tp_size"), _TENSOR),
-    **dict.fromkeys(("enable_dp_attention", "attn_dp_size", "attention_data_parallel_size"), _TENSOR),
-    **dict.fromkeys(("enable_dp_lm_head", "enable_dense_mlp_attn_tp", "enable_shared_experts_attn_tp"), _TENSOR),
-    **dict.fromkeys(("enable_return_routed_experts", "sampling_backend", "sampling_mask_max_tokens"), _CONTRACT),
-    **dict.fromkeys(("enable_eplb", "init_expert_location", "ep_num_redundant_experts"), _EXPERTS),
-    **dict.fromkeys(("ep_dispatch_algorithm", "enable_elastic_expert_backup", "max_ep_size"), _EXPERTS),
-    **dict.fromkeys(("enable_multi_layer_eagle", "spec_trace_dir", "uno_lora_path"), _DRAFTS),
-    **dict.fromkeys(("enable_hierarchical_cache", "enable_hicache", "enable_lmcache", "enable_flexkv"), _CACHE),
-    **dict.fromkeys(("radix_cache_backend", "enable_unified_cache_external_linker"), _CACHE),
-    **dict.fromkeys(("skip_tokenizer_init", "skip_server_warmup"), "servers get and give token ids"),
-    "json_model_override_args": "it bounds the ids that are sampled",
-    "weight_version": "it is the policy version",
-    "log_level_http": "a line for each request takes a tenth of a server's time",
-    "config": "the arguments are in such a file already",
-}
+SERVER_FIXED = by_name(
+    {
+        "a server of a run listens on a private address and a free port, with keys of its own": """
+            host port api_key admin_api_key grpc_mode smg_grpc_mode grpc_port sidecar ssl_keyfile ssl_certfile
+            enable_ssl_refresh""",
+        "a server's ranks are on one machine, and meet in a file": """
+            dist_init_addr nccl_init_addr nccl_port nnodes node_rank use_ray gated_launch_port""",
+        _TENSOR: """
+            pp_size pipeline_parallel_size dwdp_size attn_cp_size attention_context_parallel_size enable_prefill_cp
+            dcp_size decode_context_parallel_size moe_dp_size moe_data_parallel_size moe_dense_tp_size
+            shared_experts_tp_size enable_dp_attention attn_dp_size attention_data_parallel_size enable_dp_lm_head
+            enable_dense_mlp_attn_tp enable_shared_experts_attn_tp""",
+        "rollouts need it as it is": "enable_return_routed_experts sampling_backend sampling_mask_max_tokens",
+        _EXPERTS: """
+            enable_eplb init_expert_location ep_num_redundant_experts ep_dispatch_algorithm
+            enable_elastic_expert_backup max_ep_size""",
+        _DRAFTS: "enable_multi_layer_eagle spec_trace_dir uno_lora_path",
+        _CACHE: """
+            enable_hierarchical_cache enable_hicache enable_lmcache enable_flexkv radix_cache_backend
+            enable_unified_cache_external_linker""",
+        "servers get and give token ids": "skip_tokenizer_init skip_server_warmup",
+        "it bounds the ids that are sampled": "json_model_override_args",
+        "it is the policy version": "weight_version",
+        "a line for each request takes a tenth of a server's time": "log_level_http",
+        "the arguments are in such a file already": "config",
+    }
+)
 """Arguments of SGLang's servers that no key sets, and why they cannot be passed on. A release need not have all."""
 
-SERVER_PREFIXES = {
-    **dict.fromkeys(("speculative_", "decoupled_spec_"), _DRAFTS),
-    "hicache_": _CACHE,
-    **dict.fromkeys(("elastic_ep_", "eplb_"), _EXPERTS),
-    "disaggregation_": _WHOLE,
-}
+SERVER_PREFIXES = by_name(
+    {
+        _DRAFTS: "speculative_ decoupled_spec_",
+        _CACHE: "hicache_",
+        _EXPERTS: "elastic_ep_ eplb_",
+        "a server computes whole responses by itself": "disaggregation_",
+    }
+)
 """Beginnings of the names of more such arguments, and why."""
 
 

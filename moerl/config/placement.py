@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping
 from urllib.parse import urlsplit
 
 from moerl.config.schema import LaunchConfig
+from moerl.config.trackers import is_package_installed
 from moerl.errors import ConfigError
 from moerl.machine.interfaces import own_address
 
@@ -33,15 +33,10 @@ def check_placement(launch: LaunchConfig) -> None:
         )
 
 
-def _is_installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
 def check_ray(
     launch: LaunchConfig,
     environment: Mapping[str, str] = os.environ,
-    is_installed: Callable[[str], bool] = _is_installed,
+    is_installed: Callable[[str], bool] = is_package_installed,
 ) -> None:
     """Checks what ``launch.on=ray`` needs here; imports nothing.
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -124,9 +125,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
                 seen |= {key.path for key in keys}
                 yield from keys
         else:
-            type_name = _type_name(info.annotation, info.metadata)
-            if path in CHOICES:
-                type_name = " | ".join(CHOICES[path])
+            type_name = " | ".join(CHOICES[path]) if path in CHOICES else _type_name(info.annotation, info.metadata)
             yield ConfigKey(path, type_name, info.description or "", model.__name__)
 
 
@@ -146,7 +145,8 @@ def _type_name(annotation: Any, metadata: list[Any]) -> str:
     if annotation is Any:
         return "value"
     if origin is Annotated:
-        return _type_name(arguments[0], [part for info in arguments[1:] for part in _constraints(info)])
+        parts = (info.metadata if isinstance(info, FieldInfo) else [info] for info in arguments[1:])
+        return _type_name(arguments[0], [*chain.from_iterable(parts)])
     if origin is Literal:
         return " | ".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):
@@ -160,12 +160,13 @@ def _type_name(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _choices(section: str, tag: str) -> dict[str, str]:
-    models = _models(RunConfig.model_fields[section].annotation)
-    return {get_args(model.model_fields[tag].annotation)[0]: model.__name__ for model in models}
+    models = by_tag(_models(RunConfig.model_fields[section].annotation), tag)
+    return {name: model.__name__ for name, model in models.items()}
 
 
-def _constraints(info: Any) -> list[Any]:
-    return info.metadata if isinstance(info, FieldInfo) else [info]
+def by_tag(models: Iterable[type[BaseModel]], tag: str) -> dict[str, type[BaseModel]]:
+    """Returns models by the one value that each of them takes for its key `tag`."""
+    return {get_args(model.model_fields[tag].annotation)[0]: model for model in models}
 
 
 def _bounds(metadata: list[Any]) -> str:

@@ -19,76 +19,53 @@ from moerl.tasks.registry import TASK_SECTIONS
 
 _LOSS = "the loss would change in the middle of a run"
 _SAMPLES = "what is sampled would change in the middle of a run"
-_OF_SERVING = (
-    *("max_running", "max_new_tokens", "start_seconds", "response_seconds", "probe_seconds"),
-    *("servers", "environment", "tensor", "expert", "max_pool_tokens", "memory_share", "server"),
-    "server_args",
-)
-_WHY_NOT: dict[str, str | None] = {
+_MAY_CHANGE = {
+    *("num_threads", "parallel", "buffer", "weights", "evaluation", "checkpoint", "mismatch", "dump", "quarantine"),
+    *("launch", "metrics", "rl.steps", "sft.steps", "keep_routing.verify"),
+    *("trainer.microbatch_tokens", "trainer.recompute", "trainer.optimizer_offload", "trainer.sleep"),
+    *("trainer.deterministic", "trainer.tf32", "trainer.max_skipped_updates", "trainer.command_seconds"),
+    *("trainer.profile_steps", "rollout.max_running", "rollout.max_new_tokens", "rollout.start_seconds"),
+    *("rollout.response_seconds", "rollout.probe_seconds", "rollout.servers", "rollout.environment", "rollout.tensor"),
+    *("rollout.expert", "rollout.max_pool_tokens", "rollout.memory_share", "rollout.server", "rollout.server_args"),
+    *("rollout.placement", "rollout.record_steps"),
+    *(f"task.{name}" for section in TASK_SECTIONS for name in section.may_change),
+}
+"""Keys and sections that may change. A key goes before its section."""
+_WHY_NOT = {
     "recipe": "the run has taken its values; give the keys that you mean",
     "seed": "weights, the order of prompts and the draws follow from it",
     "run_dir": "a run goes on in its directory; move that, and give its new place as resume=DIR",
-    "num_threads": None,
     "model": "the checkpoints hold weights and optimizer state of this model, in this precision",
-    "parallel": None,
     "trainer": _LOSS,
-    "trainer.microbatch_tokens": None,
-    "trainer.recompute": None,
-    "trainer.optimizer_offload": None,
-    "trainer.sleep": None,
-    "trainer.deterministic": None,
-    "trainer.tf32": None,
-    "trainer.max_skipped_updates": None,
-    "trainer.command_seconds": None,
-    "trainer.profile_steps": None,
     "trainer.megatron": "moerl does not know whether the loss would change in the middle of a run",
     "trainer.distributed_optimizer": "the checkpoints hold the optimizer state in the form that it asks for",
     "optimizer": "the optimizer state and the learning-rate schedule belong to it",
     "rl": _LOSS,
-    "rl.steps": None,
     "rl.prompts_per_step": "which prompts come next is counted in batches of it",
     "rl.group_size": "advantages are relative to the group, and would not compare with those before",
     "rl.minibatches": "the learning-rate schedule counts its updates",
     "algorithm": _LOSS,
-    "buffer": None,
     "rollout": "another engine needs other keys, and rounds differently",
-    **dict.fromkeys(f"rollout.{name}" for name in _OF_SERVING),
     "rollout.path": "which groups come next is counted in these dumps",
-    "rollout.placement": None,
-    "rollout.record_steps": None,
-    "rollout.dtype": _SAMPLES,
-    "rollout.temperature": _SAMPLES,
-    "rollout.top_p": _SAMPLES,
-    "rollout.top_k": _SAMPLES,
+    **dict.fromkeys(("rollout.dtype", "rollout.temperature", "rollout.top_p", "rollout.top_k"), _SAMPLES),
     "rollout.min_p": _SAMPLES,
     "keep_routing": _LOSS,
-    "keep_routing.verify": None,
     "keep_sampling_mask": _LOSS,
-    "weights": None,
     "sft": "the order of demonstrations and the optimizer state of the cold start follow from it",
-    "sft.steps": None,
     "task": "problems and rewards follow from it",
-    **{f"task.{name}": None for section in TASK_SECTIONS for name in section.may_change},
     "episode": "what is trained on follows from its limits",
     "scorers": "what is trained on follows from their numbers",
-    "evaluation": None,
-    "checkpoint": None,
-    "mismatch": None,
-    "dump": None,
-    "quarantine": None,
-    "launch": None,
-    "metrics": None,
 }
-"""By key or section, why it may not change; None if it may. A key goes before its section."""
+"""By any other key or section, why it may not change."""
 
 
 def reason_against(key: str, command: str) -> str | None:
     """Returns why `key` may not change when a run of `command` goes on; None if it may."""
     if key == "sft.steps" and command == "train":
         return "reinforcement learning starts from the cold start as it was planned"
-    while key not in _WHY_NOT:
+    while key not in _WHY_NOT and key not in _MAY_CHANGE:
         key = key.rpartition(".")[0]
-    return _WHY_NOT[key]
+    return _WHY_NOT.get(key)
 
 
 def check_may_change(key: str, text: str, command: str, run_dir: Path) -> None:

@@ -38,6 +38,16 @@ class SamplingConfig(Section):
         """True if an engine samples; False if rollouts are read from dumps."""
         return True
 
+    @property
+    def num_servers(self) -> int:
+        """Number of servers that sample."""
+        return 0
+
+    @property
+    def keeps_weight_copy(self) -> bool:
+        """True if ranks keep a copy of the weights, for servers that come while the trainer is at work."""
+        return False
+
 
 class EmbeddedRolloutConfig(SamplingConfig):
     """An engine on transformers, in the controller's process or in its own."""
@@ -51,10 +61,6 @@ class EmbeddedRolloutConfig(SamplingConfig):
         description="On a GPU decoding steps are recorded as CUDA graphs, and replayed; false = slower, to look for"
         " faults. No effect on a CPU."
     )
-
-    @property
-    def num_servers(self) -> int:
-        return 0
 
 
 class _ServedRolloutConfig(SamplingConfig):
@@ -152,14 +158,6 @@ class DumpsRolloutConfig(SamplingConfig):
 
     @property
     def has_engine(self) -> bool:
-        return False
-
-    @property
-    def num_servers(self) -> int:
-        return 0
-
-    @property
-    def keeps_weight_copy(self) -> bool:
         return False
 
 

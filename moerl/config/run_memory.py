@@ -16,21 +16,19 @@ import math
 from dataclasses import asdict, dataclass
 
 from moerl.config.architecture import describe_model
-from moerl.config.engine_memory import engine_bytes, shared_device_error
+from moerl.config.engine_memory import (
+    EngineMemory,
+    engine_bytes,
+    engine_needs,
+    pool_tokens,
+    server_share,
+    shared_device_error,
+)
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import EngineMemory, engine_needs, pool_tokens, server_share
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
-from moerl.machine.memory import (
-    FP32,
-    MOMENTS,
-    USABLE_SHARE,
-    RankMemory,
-    heaviest_rank,
-    rank_memory,
-    total_parameters,
-)
+from moerl.machine.memory import FP32, MOMENTS, USABLE_SHARE, RankMemory, heaviest_rank, rank_memory, total_parameters
 from moerl.machine.residence import MOMENTS_OF_A_RUN, Moment, moments_on_device
 from moerl.models.description import ModelDescription
 
@@ -124,10 +122,9 @@ def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
 
 def _engine_gpu(config: RunConfig, sizes: ModelDescription, gpu_bytes: float) -> list[MemoryPlace]:
     """Returns the GPU that the first rank and the embedded engine share; none if the engine is on no GPU of a rank."""
-    engine = _engine_bytes(config, sizes)
-    if not engine:
+    holdings = [Holding(f"engine: {name}", size) for name, size in _engine_bytes(config, sizes).items()]
+    if not holdings:
         return []
-    holdings = [Holding(f"engine: {name}", size) for name, size in engine.items()]
     if _trains(config):
         rank = rank_memory(sizes, config.parallel.dims, config.rank_needs(), 0)
         holdings = [*(Holding(each.what, each.num_bytes) for each in rank_holdings(rank)), *holdings]
@@ -196,9 +193,10 @@ def concurrency_limit(config: RunConfig, machine: Machine) -> Limit | None:
     holds = tokens // engine.longest
     if holds >= engine.side_by_side:
         return None
-    keys = ["rollout.tensor"] if machine.gpu_bytes is not None else []
-    keys += ["rollout.memory_share"] if rollout.memory_share is not None and machine.gpu_bytes is not None else []
-    keys += ["rollout.max_pool_tokens"] if rollout.max_pool_tokens is not None or machine.gpu_bytes is None else []
+    on_gpus = machine.gpu_bytes is not None
+    keys = ["rollout.tensor"] * on_gpus
+    keys += ["rollout.memory_share"] * (on_gpus and rollout.memory_share is not None)
+    keys += ["rollout.max_pool_tokens"] * (not on_gpus or rollout.max_pool_tokens is not None)
     return Limit(
         f"the cache of a server holds {tokens:,} tokens, {holds} sequences of the longest ({engine.longest:,} tokens);"
         f" rollout.max_running asks for {engine.side_by_side}. While responses are that long the others wait, or are"
@@ -279,8 +277,6 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
 def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine) -> list[Holding]:
     """Returns the copies for servers that come late, and the buckets that pass through host memory in an update."""
     rollout, found = config.rollout, list[Holding]()
-    if isinstance(rollout, EmbeddedRolloutConfig):
-        return found
     if rollout.keeps_weight_copy:
         weights = total_parameters(sizes) * config.rank_needs().element_bytes
         found.append(Holding("copy of the weights for late servers", weights))
@@ -320,35 +316,20 @@ def _unfit(config: RunConfig, place: MemoryPlace) -> ConfigError:
     seen = f"{gib(place.peak_bytes)} while {place.peak_moment}: {parts}"
     usable = USABLE_SHARE * place.room_bytes
     expected = f"at most {gib(usable)}, {USABLE_SHARE:.0%} of {gib(place.room_bytes)}"
+    what = "parallel: a rank of the trainer does not fit a GPU"
+    remedy = "`moerl plan memory` with these keys shows the parts, and layouts that fit"
     if place.name == HOST:
-        return ConfigError(
-            "memory of a host: a run does not fit one of its machines",
-            seen=seen,
-            expected=expected,
-            remedy="take machines with more memory, fewer ranks on each of them, or fewer servers; `moerl plan memory`"
-            " shows the parts",
-        )
-    if place.name == GPU_OF_BOTH and place.at("sending") > max(usable, place.at("sampling")):
-        return ConfigError(
-            "rollout.tensor: the weights of a server and of the trainer do not fit one GPU together",
-            seen=seen,
-            expected=expected,
-            remedy="raise rollout.tensor, or split the trainer's weights over more ranks (parallel.expert,"
-            " parallel.tensor)",
-        )
-    if place.name == GPU_OF_BOTH and place.at("sampling") > usable:
-        return ConfigError(
-            "rollout.memory_share: a server's share and the trainer's state do not fit one GPU together",
-            seen=seen,
-            expected=expected,
-            remedy=_share_remedy(config, place, usable),
-        )
-    return ConfigError(
-        "parallel: a rank of the trainer does not fit a GPU",
-        seen=seen,
-        expected=expected,
-        remedy="`moerl plan memory` with these keys shows the parts, and layouts that fit",
-    )
+        what = "memory of a host: a run does not fit one of its machines"
+        remedy = "take machines with more memory, fewer ranks on each of them, or fewer servers; `moerl plan memory`"
+        remedy += " shows the parts"
+    elif place.name == GPU_OF_BOTH and place.at("sending") > max(usable, place.at("sampling")):
+        what = "rollout.tensor: the weights of a server and of the trainer do not fit one GPU together"
+        remedy = "raise rollout.tensor, or split the trainer's weights over more ranks"
+        remedy += " (parallel.expert, parallel.tensor)"
+    elif place.name == GPU_OF_BOTH and place.at("sampling") > usable:
+        what = "rollout.memory_share: a server's share and the trainer's state do not fit one GPU together"
+        remedy = _share_remedy(config, place, usable)
+    return ConfigError(what, seen=seen, expected=expected, remedy=remedy)
 
 
 def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:

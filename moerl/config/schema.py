@@ -98,26 +98,12 @@ class ParallelConfig(Section):
     data: Ranks | None = Field(description="Data-parallel size; null takes the smallest that fits the rest.")
 
     @property
-    def data_size(self) -> int:
-        """The data-parallel size in force."""
-        if self.data is not None:
-            return self.data
-        return smallest_data(
-            tensor=self.tensor, context=self.context, expert=self.expert, expert_tensor=self.expert_tensor
-        )
-
-    @property
     def dims(self) -> ParallelDims:
         """The sizes in force."""
-        return ParallelDims(
-            self.tensor,
-            self.pipeline,
-            self.virtual_pipeline,
-            self.context,
-            self.expert,
-            self.expert_tensor,
-            self.data_size,
+        data = self.data or smallest_data(
+            tensor=self.tensor, context=self.context, expert=self.expert, expert_tensor=self.expert_tensor
         )
+        return ParallelDims(**{**dict(self), "data": data})
 
     @property
     def world_size(self) -> int:

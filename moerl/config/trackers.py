@@ -21,13 +21,13 @@ LIBRARIES = {
 """By tracker, the packages that it imports."""
 
 
-def _is_installed(package: str) -> bool:
+def is_package_installed(package: str) -> bool:
     """Returns whether a package can be imported; a folder of its name in the current directory does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
-def check_trackers(sinks: Sequence[str], is_installed: Callable[[str], bool] = _is_installed) -> None:
+def check_trackers(sinks: Sequence[str], is_installed: Callable[[str], bool] = is_package_installed) -> None:
     """Raises `ConfigError` if the library of a tracker is not installed; imports none."""
     for name in sinks:
         missing = [package for package in LIBRARIES.get(name, ()) if not is_installed(package)]

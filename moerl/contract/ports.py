@@ -256,6 +256,8 @@ class Prompt:
     """Messages that the text is written from; None without any."""
     source: str = ""
     """Name of the set that the prompt is of; empty if there is only one."""
+    prefix: str = ""
+    """Text behind `text` that counts as the start of the response; empty if the model begins it."""
 
 
 class Task(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -165,7 +165,7 @@ def run_help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
     if about.first_keys and not all_keys:
         groups = groups_text(config_dir, ("recipe",))
         keys = first_keys_text(about.first_keys)
-        return "\n\n".join([usage, head, examples_text(about.examples[:3]), options, groups, f"{keys}\n{more}"])
+        return "\n\n".join([usage, head, examples_text(about.examples, 3), options, groups, f"{keys}\n{more}"])
     keys = () if all_keys else about.keys
     parts = [
         usage,
@@ -209,9 +209,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             add(f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said")
 
 
-def examples_text(examples: Sequence[tuple[str, str]]) -> str:
-    """Returns two lines for each example: a command line, and what it is for."""
-    return "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in examples)
+def examples_text(examples: Mapping[str, str], most: int | None = None) -> str:
+    """Returns two lines for each example: a command line, and what it is for; of the first `most` if given."""
+    shown = [f"  {line}\n      {purpose}" for line, purpose in examples.items()]
+    return "examples:\n" + "\n".join(shown[:most])
 
 
 def options_text(parser: argparse.ArgumentParser) -> str:

@@ -20,11 +20,11 @@ from moerl.buffer.queue import QueueLimits
 from moerl.buffer.simulated_turns import Draw, drawn_from, in_turns, long_tailed
 from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, simulate
 from moerl.config.architecture import describe_model
+from moerl.config.engine_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.config.rollout_checks import require_engine
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.launch.calibration import Calibration, calibrate, computes_again, fleet_of
 from moerl.launch.plan_weights import PlannedUpdate
 from moerl.machine.layouts import as_overrides

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, closing
 from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
-from moerl.models.description import ModelDescription, read_model
+from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
 from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
@@ -23,9 +22,6 @@ from moerl.rollout.conformance.suite import CHECKS, CheckResult, ConformanceChec
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.handshake import read_version
-
-if TYPE_CHECKING:
-    from moerl.rollout.fleet.engine import FleetEngine
 
 _ANSWER_SECONDS, _CALL_SECONDS = 600.0, 60.0
 _MAX_RUNNING = 64
@@ -62,20 +58,15 @@ def run_conformance(
     subject, judge = open_subject(target)
     with closing(subject):
         bench = Bench(subject, secrets.token_hex(4), judge, target.updates_weights)
-        verdicts = _run(bench, checks, prints_json=prints_json)
+        name, verdicts = subject.facts.name, list[CheckResult]()
+        if not prints_json:
+            print(f"{name}\n")
+        for verdict in run_checks(bench, checks):
+            verdicts.append(verdict)
+            lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
+            print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
+        print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
     return 0 if conforms(verdicts) else 1
-
-
-def _run(bench: Bench, checks: Sequence[ConformanceCheck], *, prints_json: bool) -> list[CheckResult]:
-    name, verdicts = bench.subject.facts.name, list[CheckResult]()
-    if not prints_json:
-        print(f"{name}\n")
-    for verdict in run_checks(bench, checks):
-        verdicts.append(verdict)
-        lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
-        print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
-    print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
-    return verdicts
 
 
 def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | None]:
@@ -105,7 +96,13 @@ def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
 
 def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
     """Loads the reference. Raises `ConfigError` if its model is not the one under test."""
-    model = _described(folder, spec)
+    model = read_model(folder)
+    seen, expected = (
+        {"MoE layers": each.num_moe_layers, "experts": each.num_experts, "experts per token": each.experts_per_token}
+        for each in (model.spec, spec)
+    )
+    if seen != expected:
+        raise ConfigError("--model: not the model of the engine", seen=seen, expected=expected)
     check_weights(folder)
     from moerl.ranks.libraries import quiet_libraries
     from moerl.rollout.conformance.reference import TransformersJudge
@@ -114,25 +111,12 @@ def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
     return TransformersJudge(replace(model, spec=spec))
 
 
-def _described(folder: Path, spec: ModelSpec) -> ModelDescription:
-    model = read_model(folder)
-    seen, expected = (
-        {"MoE layers": each.num_moe_layers, "experts": each.num_experts, "experts per token": each.experts_per_token}
-        for each in (model.spec, spec)
-    )
-    if seen != expected:
-        raise ConfigError("--model: not the model of the engine", seen=seen, expected=expected)
-    return model
-
-
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
 def _server(target: EngineUnderTest) -> Subject:
-    if target.server_file is not None:
-        endpoint = read_endpoint(target.server_file)
-    else:
-        endpoint = Endpoint(target.url, NO_KEY, NO_KEY)
+    file = target.server_file
+    endpoint = Endpoint(target.url, NO_KEY, NO_KEY) if file is None else read_endpoint(file)
     says = look_at(endpoint)
     if says.report is None:
         return _upstream(endpoint, says, target.model)
@@ -168,40 +152,34 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
     def across(asks: Sequence[Ask]) -> AcrossUpdate:
         from moerl.rollout.conformance.engines import EngineSubject
         from moerl.rollout.conformance.weights import RenumberedWeights
+        from moerl.rollout.fleet.options import EngineOptions
+        from moerl.rollout.sglang.backend import sglang_engine
 
+        assert says.report is not None
         model = replace(read_model(folder), spec=facts.spec)
         shapes = checkpoint_shapes(folder, model.hf_config)
-        weights, engine = RenumberedWeights(model, shapes), _fleet(endpoint, model, says, shapes)
+        options = EngineOptions(
+            engine_id="conformance",
+            dtype=says.dtype,
+            max_running=_MAX_RUNNING,
+            response_seconds=_ANSWER_SECONDS,
+            probe_seconds=_CALL_SECONDS,
+            update_seconds=_ANSWER_SECONDS,
+            bucket_bytes=_BUCKET_BYTES,
+            shapes=shapes,
+            tied=TIED if model.tie_word_embeddings else {},
+            say=lambda text: print(text, file=sys.stderr),
+            keeps_copy=False,
+        )
+        served = ModelFacts(model.spec, tuple(says.report.moe_layers))
+        weights = RenumberedWeights(model, shapes)
+        engine = sglang_engine([_Running(endpoint)], served, options, -1)
         with closing(EngineSubject(engine, facts, weights)) as subject:
             # A version label alone does not prove that the server has the weights of this folder.
             subject.update(read_version(says.policy_version), renumbered=False)
             return subject.across_update(asks)
 
     return across
-
-
-def _fleet(
-    endpoint: Endpoint, model: ModelDescription, says: ServerSays, shapes: Mapping[str, tuple[int, ...]]
-) -> FleetEngine:
-    from moerl.rollout.fleet.options import EngineOptions
-    from moerl.rollout.sglang.backend import sglang_engine
-
-    assert says.report is not None
-    options = EngineOptions(
-        engine_id="conformance",
-        dtype=says.dtype,
-        max_running=_MAX_RUNNING,
-        response_seconds=_ANSWER_SECONDS,
-        probe_seconds=_CALL_SECONDS,
-        update_seconds=_ANSWER_SECONDS,
-        bucket_bytes=_BUCKET_BYTES,
-        shapes=shapes,
-        tied=TIED if model.tie_word_embeddings else {},
-        say=lambda text: print(text, file=sys.stderr),
-        keeps_copy=False,
-    )
-    facts = ModelFacts(model.spec, tuple(says.report.moe_layers))
-    return sglang_engine([_Running(endpoint)], facts, options, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,6 @@ from moerl.trainer.model import DTYPES
 _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringOptions:
-    """Options of scoring."""
-
-    backend: Literal["hf", "trainer"]
-    """Library that computes log-probs: hf = transformers, trainer = Megatron."""
-    dtype: str
-    """Dtype of weights and arithmetic, as the trainer names it."""
-
-
 @dataclass(slots=True)
 class _Shown:
     """Callback that shows how many rollouts are scored, and, between calls of a scorer, the search for causes."""
@@ -53,36 +43,31 @@ class _Shown:
             self.progress.begin_part("causes")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Models:
-    """Scorers of the named checkpoints, newest first."""
+    """Scorers of the named checkpoints. Plans on which device weights are kept, and shows the plan.
 
-    held: HeldModels
-    """Models in memory, which all scorers share."""
-    checkpoints: Sequence[HuggingFaceCheckpoint]
-    """Checkpoints to score with, newest first."""
-    described: Sequence[ModelDescription]
-    """Description of each checkpoint's model, in the same order."""
-    options: ScoringOptions
-    """Backend and dtype of `scorers`."""
+    Args:
+        checkpoints: checkpoints to score with, newest first, each with the description of its model.
+        backend: library that computes log-probs: hf = transformers, trainer = Megatron.
+        dtype: dtype of weights and arithmetic, as the trainer names it.
+        longest: tokens of the longest rollout.
+    """
 
-    @classmethod
-    def planned(
-        cls,
-        checkpoints: Sequence[HuggingFaceCheckpoint],
-        described: Sequence[ModelDescription],
-        options: ScoringOptions,
+    def __init__(
+        self,
+        checkpoints: Sequence[tuple[HuggingFaceCheckpoint, ModelDescription]],
+        backend: Literal["hf", "trainer"],
+        dtype: str,
         longest: int,
         progress: ProgressDisplay,
-    ) -> Models:
-        """Plans on which device weights are kept, and shows the plan. longest: tokens of the longest rollout."""
-        device, dtype = platform.device(), options.dtype
-        host = host_bytes()
+    ) -> None:
+        self._checkpoints, self._backend, self._dtype = checkpoints, backend, dtype
+        model, device, host = checkpoints[0][1], platform.device(), host_bytes()
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
-        if options.backend == "trainer":
-            free -= total_parameters(described[0]) * DTYPES[dtype].itemsize  # its own copy
+        if backend == "trainer":
+            free -= total_parameters(model) * DTYPES[dtype].itemsize  # its own copy
         plan = plan_scoring(
-            described[0],
+            model,
             element_bytes=DTYPES[dtype].itemsize,
             num_models=len(checkpoints),
             longest=longest,
@@ -91,37 +76,30 @@ class Models:
         )
         progress.note(plan.text(dtype))
         rest = torch.device("cpu") if plan.is_streamed else device
-        held = HeldModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
-        return cls(held, checkpoints, described, options)
+        self._held = HeldModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
 
-    def of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
-        """Makes a scorer of a checkpoint in this arithmetic. number: index in `checkpoints`."""
-        checkpoint = self.checkpoints[number]
-        return TransformersScorer(
-            self.held,
-            self.described[number],
-            dtype=dtype,
-            name=_name(checkpoint),
-            version=checkpoint.version,
-        )
+    def _of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
+        """Makes a scorer of a checkpoint in this arithmetic. number: index in the checkpoints."""
+        checkpoint, model = self._checkpoints[number]
+        return TransformersScorer(self._held, model, dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
 
     def finer(self) -> TransformersScorer:
         """Makes a scorer of the first checkpoint in an arithmetic of twice as many bits."""
-        return self.of(0, _FINER[self.held.dtype])
+        return self._of(0, _FINER[self._held.dtype])
 
     def half(self) -> TransformersScorer | None:
         """Makes a scorer of the first checkpoint in 16 bits; returns None if weights have no more."""
-        return self.of(0, torch.bfloat16) if self.held.dtype is torch.float32 else None
+        return self._of(0, torch.bfloat16) if self._held.dtype is torch.float32 else None
 
     @contextlib.contextmanager
     def scorers(self) -> Iterator[list[RolloutScorer]]:
-        """Yields a scorer for each checkpoint, by the backend of the options."""
-        dtype = self.options.dtype
-        if self.options.backend == "hf":
-            yield [self.of(number, DTYPES[dtype]) for number in range(len(self.checkpoints))]
+        """Yields a scorer for each checkpoint, by the backend."""
+        if self._backend == "hf":
+            yield [self._of(number, DTYPES[self._dtype]) for number in range(len(self._checkpoints))]
             return
-        (checkpoint,), (model,) = self.checkpoints, self.described
-        with closing(TrainerScorer(model, dtype=dtype, name=_name(checkpoint), version=checkpoint.version)) as trainer:
+        [(checkpoint, model)] = self._checkpoints
+        name, version = _name(checkpoint), checkpoint.version
+        with closing(TrainerScorer(model, dtype=self._dtype, name=name, version=version)) as trainer:
             yield [trainer]
 
 

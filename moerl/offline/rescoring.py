@@ -117,23 +117,16 @@ class TransformersScorer:
         scored: dict[int, Scored] = {}
         tokens = 0
         self._held.told(0, len(rollouts), tokens)
-        with self._computing() as held:
+        held = self._held.of(self._description)
+        lends = (self._dtype, self._device) != (self._held.dtype, self._held.rest)
+        # The model, in this scorer's arithmetic and on its device.
+        with lent_weights(held.model, dtype=self._dtype, device=self._device) if lends else contextlib.nullcontext():
             for indices in _passes(rollouts):
                 together = [rollouts[i] for i in indices]
                 scored |= zip(indices, self._pass(held, together, question), strict=True)
                 tokens += sum(map(len, together))
                 self._held.told(len(scored), len(rollouts), tokens)
         return [scored[i] for i in range(len(rollouts))]
-
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[HeldModel]:
-        """Yields the model, in this scorer's arithmetic and on its device."""
-        held = self._held.of(self._description)
-        if (self._dtype, self._device) == (self._held.dtype, self._held.rest):
-            yield held
-            return
-        with lent_weights(held.model, dtype=self._dtype, device=self._device):
-            yield held
 
     def _pass(self, held: HeldModel, rollouts: Sequence[DumpedRollout], question: Question) -> Iterator[Scored]:
         width = max(map(len, rollouts)) - 1

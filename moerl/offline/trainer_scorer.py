@@ -24,7 +24,7 @@ from moerl.models.description import ModelDescription
 from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import ModelOptions
-from moerl.trainer.trainer import MegatronTrainer, RowScores
+from moerl.trainer.trainer import MegatronTrainer
 
 MICROBATCH_TOKENS = 8192
 _LISTED = SamplingParams(top_p=0.5)
@@ -62,56 +62,43 @@ class TrainerScorer:
         """
         assert not question.top_ps
         own = self._own_ids(rollouts)
-        kept, full = list[list[NDArray[np.float64]]](), list[list[NDArray[np.float64]]]()
-        for factor in question.factors:
-            kept_R, full_R = self._logprobs([self._trajectory(rollout, factor) for rollout in rollouts])
-            kept.append(kept_R)
-            full.append(full_R)
-        return [self._scored(index, kept, full, own[index]) for index in range(len(rollouts))]
-
-    def _scored(
-        self,
-        index: int,
-        kept: Sequence[Sequence[NDArray[np.float64]]],
-        full: Sequence[Sequence[NDArray[np.float64]]],
-        own_ids: NDArray[np.int16],
-    ) -> Scored:
-        kept_TF, full_TF = (np.stack([each[index] for each in scores], 1) for scores in (kept, full))
-        count = len(kept_TF)
-        mass_T = np.exp(np.minimum(0.0, full_TF[:, 0] - kept_TF[:, 0]))
-        margins = np.zeros(own_ids.shape[:2], np.float32)
-        return Scored(kept_TF, full_TF, np.zeros((count, 0)), mass_T, None, own_ids, margins)
-
-    def _pack(self, trajectories: Sequence[Trajectory]) -> list[Microbatch]:
-        samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
-        return pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
+        by_factor = [self._logprobs([self._trajectory(r, factor) for r in rollouts]) for factor in question.factors]
+        scored = list[Scored]()
+        for index, own_ids in enumerate(own):
+            kept_TF = np.stack([kept[index] for kept, _ in by_factor], 1)
+            full_TF = np.stack([full[index] for _, full in by_factor], 1)
+            mass_T = np.exp(np.minimum(0.0, full_TF[:, 0] - kept_TF[:, 0]))
+            margins = np.zeros(own_ids.shape[:2], np.float32)
+            scored.append(Scored(kept_TF, full_TF, np.zeros((len(kept_TF), 0)), mass_T, None, own_ids, margins))
+        return scored
 
     def _logprobs(
         self, trajectories: Sequence[Trajectory]
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
         """Returns log-probs of the sampled tokens of each trajectory, inside of kept sets and over the vocabulary."""
-        batches = self._pack(trajectories)
+        batches = pack_alone(trajectories)
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
         scorer = Scorer(batches, keep_mask=True, with_full=True)
         rows = self._trainer.score(batches, scorer, enforce=enforce, in_sets=True)
         kept = [np.zeros(len(trajectory)) for trajectory in trajectories]
         full = [np.zeros(len(trajectory)) for trajectory in trajectories]
-        for index, chosen, scores in _by_sample(batches, rows):
+        for batch, scores in zip(batches, rows, strict=True):
             assert scores.full_logprobs_T is not None
-            kept[index][1:] = scores.logprobs_T.double().numpy()[chosen]
-            full[index][1:] = scores.full_logprobs_T.double().numpy()[chosen]
+            for index, chosen in rows_of_samples(batch):
+                kept[index][1:] = scores.logprobs_T.double().numpy()[chosen]
+                full[index][1:] = scores.full_logprobs_T.double().numpy()[chosen]
         sampled = [trajectory.sampled for trajectory in trajectories]
         return [k[s] for k, s in zip(kept, sampled, strict=True)], [f[s] for f, s in zip(full, sampled, strict=True)]
 
     def _own_ids(self, rollouts: Sequence[DumpedRollout]) -> list[NDArray[np.int16]]:
         free = [self._trajectory(replace(rollout, expert_ids=None, routed=None), 1.0) for rollout in rollouts]
-        batches = self._pack(free)
+        batches = pack_alone(free)
         _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True), in_sets=True)
         own = [np.zeros(trajectory.expert_ids.shape, np.int16) for trajectory in free]
         for batch in recorded.batches:
             assert batch.expert_ids is not None
-            for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
-                own[index][:] = batch.expert_ids[(batch.sample_index == index) & ~batch.is_pad]
+            for index, chosen in rows_of_samples(batch):
+                own[index][:] = batch.expert_ids[chosen]
         return own
 
     def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
@@ -141,13 +128,16 @@ class TrainerScorer:
         )
 
 
-def _by_sample(
-    batches: Sequence[Microbatch], rows: Sequence[RowScores]
-) -> Iterator[tuple[int, NDArray[np.bool_], RowScores]]:
-    """Yields every sample with its rows in its microbatch."""
-    for batch, scores in zip(batches, rows, strict=True):
-        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
-            yield index, (batch.sample_index == index) & ~batch.is_pad, scores
+def pack_alone(trajectories: Sequence[Trajectory]) -> list[Microbatch]:
+    """Packs trajectories for a trainer that is alone, in one process."""
+    samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
+    return pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
+
+
+def rows_of_samples(batch: Microbatch) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """Yields the index of every sample of a microbatch, with bool [T]: True for its rows."""
+    for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+        yield index, (batch.sample_index == index) & ~batch.is_pad
 
 
 def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:

@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.config.paths import dump_files
-from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
 from moerl.machine.model_tensors import check_weights
-from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
+from moerl.models.description import ModelDescription, read_model
+from moerl.offline.trainer_scorer import pack_alone, rows_of_samples
 from moerl.ranks.libraries import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay
 from moerl.trainer import groups, platform
@@ -31,7 +30,6 @@ from moerl.trainer.losses import Scorer
 from moerl.trainer.model import DTYPES, ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
 
-MICROBATCH_TOKENS = 8192
 ENGINE, TRANSFORMERS, TRAINER = "engine", "transformers", "Megatron"
 
 
@@ -120,11 +118,8 @@ def describe_dumped(model: Path, trajectories: Sequence[Trajectory]) -> tuple[Mo
     """Returns the model with the spec of the dump, and the dtype that its config names (float32 if it names none).
 
     Raises:
-        ConfigError: there is no model, its dtype is not one that the trainer has, or its architecture is not that of
-            every trajectory.
+        ConfigError: its dtype is not one that the trainer has, or its architecture is not that of every trajectory.
     """
-    if not (model / CONFIG_FILE).is_file():
-        raise ConfigError("--model: no Hugging Face model", seen=model, expected="a directory with a config.json")
     found = read_model(model)
     config, theirs = found.hf_config, found.spec
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -159,12 +154,11 @@ def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dty
 
 def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
     """Returns the log-probs of a trainer that is alone, in one process: float32 [S] each, nats, 0 where not sampled."""
-    samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
-    batches = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
+    batches = pack_alone(trajectories)
     scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True, in_sets=True)
     logprobs = [np.zeros(len(trajectory), np.float32) for trajectory in trajectories]
     for batch, rows in zip(batches, scores, strict=True):
         values_T = torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).numpy()
-        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
-            logprobs[index][1:] = values_T[(batch.sample_index == index) & ~batch.is_pad]
+        for index, chosen in rows_of_samples(batch):
+            logprobs[index][1:] = values_T[chosen]
     return logprobs

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import is_
-from types import TracebackType
 
 from moerl.contract.trajectory import Trajectory
 from moerl.orchestration.batches import Minibatch
@@ -30,10 +29,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "pack-ahead")
         self._begun: Future[tuple[Sequence[Trajectory], list[Minibatch]] | None] | None = None
 
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         """Waits for the thread; `upcoming` must return by then."""
         self._thread.shutdown()
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
-from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
-from moerl.batching.rows import Padding
 from moerl.contract.batch import BatchTotals, TextSample, TrainSample
 from moerl.contract.batch_wire import share_frames
-from moerl.contract.parallel import ParallelDims, RankCoordinates
-from moerl.models.description import ModelDescription
+from moerl.contract.parallel import RankCoordinates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,30 +32,6 @@ class Minibatch:
     def num_tokens(self) -> float:
         """Trained tokens of all ranks."""
         return self.totals.num_tokens
-
-
-def pack_options(
-    model: ModelDescription,
-    dims: ParallelDims,
-    microbatch_tokens: int,
-    *,
-    share_prompts: bool,
-    scores: tuple[str, ...] = (),
-) -> PackOptions:
-    """Returns how sequences share microbatches in a run: the layout's padding, ranks balanced by operations.
-
-    Args:
-        share_prompts: value of `Trainer.shares_prompts`.
-        scores: names of the side scores that microbatches have, `Algorithm.needs`.
-    """
-    return PackOptions(
-        microbatch_tokens,
-        Padding.of(dims),
-        cost=sequence_flops(model),
-        count_multiple=dims.microbatch_multiple,
-        share_prompts=share_prompts,
-        scores=scores,
-    )
 
 
 def pack_minibatch(

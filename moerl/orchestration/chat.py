@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
 from moerl.contract.tokenizer import Tokenizer
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
@@ -37,8 +38,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any], templates: Templates) -> None:
         self._tokenizer, self._options, self._templates = tokenizer, dict(options), templates
-        if not getattr(tokenizer, "chat_template", None):
-            raise _no_template()
+        _require_template(tokenizer)
         self._check_options()
         self._check_date()
 
@@ -160,8 +160,7 @@ class ChatWriter:
         Raises:
             ConfigError: the tokenizer has no template, or the template fails on the messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise _no_template()
+        _require_template(self._tokenizer)
         request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options)
         return self._thread.submit(self._templates.write, request).result()
 
@@ -171,14 +170,15 @@ class ChatWriter:
         self._thread.shutdown()
 
 
-def _no_template() -> ConfigError:
-    return ConfigError(
-        "the tokenizer has no chat template, and the task has messages",
-        seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
-        expected="a template, as instruction-tuned models have",
-        remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
-        " they are (task.text_as=raw)",
-    )
+def _require_template(tokenizer: Tokenizer) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the tokenizer has no chat template, and the task has messages",
+            seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
+            expected="a template, as instruction-tuned models have",
+            remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
+            " they are (task.text_as=raw)",
+        )
 
 
 def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: Callable[[str], None]) -> None:
@@ -187,23 +187,9 @@ def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: C
     Raises:
         ConfigError: the template is not usable, or fails on a prompt; names the place of the prompt.
     """
-    if isinstance(task, ChatTask):
-        with Templates() as templates:
-            _write_prompts(task, tokenizer, section, say, templates)
-
-
-def _write_prompts(
-    task: ChatTask,
-    tokenizer: Tokenizer,
-    section: TaskSection,
-    say: Callable[[str], None],
-    templates: Templates,
-) -> None:
+    if not isinstance(task, ChatTask):
+        return
     limit, template = section.longest_prompt, None
-    if task.has_chats:
-        template = ChatTemplate(tokenizer, section.template_options, templates)
-        for note in template.notes():
-            say(note)
 
     def write(prompt: Prompt) -> Prompt | None:
         text = prompt.text
@@ -219,10 +205,15 @@ def _write_prompts(
                 ) from error
         if limit is not None and len(tokenizer.encode(text, add_special_tokens=False)) > limit:
             return None
-        return Prompt(prompt.prompt_id, text, prompt.facts, prompt.chat, prompt.source)
+        return replace(prompt, text=text)
 
-    if template is not None or limit is not None:
-        task.write_prompts(write)
+    with closing(Templates()) as templates:
+        if task.has_chats:
+            template = ChatTemplate(tokenizer, section.template_options, templates)
+            for note in template.notes():
+                say(note)
+        if template is not None or limit is not None:
+            task.write_prompts(write)
     for note in task.notes():
         say(note)
     if template is not None and task.size("train"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,13 +31,12 @@ from moerl.machine.stop_signals import STOPPED, StopRequest
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration import step_metrics
 from moerl.orchestration.chat import write_prompts
-from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import MakeProcess, begun_early, dump_source, group_plan, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.history import take_changes
-from moerl.orchestration.reporting import Reporter, make_reporter
+from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage, make_room
 from moerl.orchestration.rollouts import (
@@ -48,42 +47,36 @@ from moerl.orchestration.rollouts import (
     sampling_params,
 )
 from moerl.orchestration.run import Run, RunStoppedError
-from moerl.orchestration.scorers import open_scorers
-from moerl.orchestration.scoring import Scoring
+from moerl.orchestration.scoring import Scoring, open_scorers
+from moerl.orchestration.sft import cold_start
 from moerl.orchestration.source import Live
 from moerl.orchestration.task_texts import TextUse, check_prompts
+from moerl.orchestration.trackers import start_trackers
 from moerl.telemetry.sinks import METRICS_FILE
 
 
-def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, started: float, lock: int | None = None) -> int:
-    """Trains a cold start, if one is configured, then by RL; leaves a run directory. Returns exit code 0, or `STOPPED`.
+def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, started: float, lock: int) -> int:
+    """Trains a cold start, if one is configured, then, unless the command is `sft`, by RL; leaves a run directory.
 
     Args:
         started: begin of the command, by `time.monotonic`.
         lock: descriptor of the lock of the run directory, which the ranks inherit.
+
+    Returns:
+        Exit code 0, or `STOPPED`.
     """
-    with _open_run(config, "train", resume=resume, lock=lock) as (run, model_path):
-        run.started = started
-        return _until_stopped(run, stop, lambda: _train(run, model_path))
-
-
-def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest, started: float, lock: int | None = None) -> int:
-    """Trains a cold start alone; leaves a Hugging Face directory in `run_dir`/cold_start. Takes and returns what
-    `run_train` does."""
-    with _open_run(config, "sft", resume=resume, lock=lock) as (run, model_path):
-        run.started = started
-        return _until_stopped(run, stop, lambda: _train_supervised(run, model_path))
-
-
-def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> int:
-    run.stop = stop
-    try:
-        run.leave_if_told()
-        train()
-    except RunStoppedError as stopped:
-        for failure in getattr(stopped, "__notes__", ()):
-            run.reporter.say(f"WARNING: {failure}")
-        return STOPPED
+    with _open_run(config, resume=resume, lock=lock) as (run, model_path):
+        run.started, run.stop = started, stop
+        try:
+            run.leave_if_told()
+            if config.command == "train":
+                _train(run, model_path)
+            else:
+                _train_supervised(run, model_path)
+        except RunStoppedError as stopped:
+            for failure in getattr(stopped, "__notes__", ()):
+                run.reporter.say(f"WARNING: {failure}")
+            return STOPPED
     return 0
 
 
@@ -119,7 +112,8 @@ def _train(run: Run, model_path: Path) -> None:
             make_room(engine)
         run.build("rl", model_path, engine)
         journal = Journal(config.run_dir / "journal", run.model.spec)
-        source = GroupSource(group_plan(config), collector, run.train_prompts(), RL, journal)
+        prompts = run.task.prompts("train", run.task.size("train"))
+        source = GroupSource(group_plan(config), collector, prompts, RL, journal)
         RLStage(run, source, run.packing(start), config.rl.steps, Live(engine, collector)).train()
         engine_bytes = engine_memory(engine)
         if config.rollout.is_colocated:
@@ -183,16 +177,11 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 def run_rollout(config: RunConfig) -> int:
     """Samples `rl.group_size` responses to each of `rl.prompts_per_step` prompts, dumps them for `rollout=dumps`, and
     prints their mean reward, accuracy and length. Returns exit code 0."""
-    with _open_reader(config, "rollout") as (collector, reporter):
+    with _open_reader(config) as (collector, reporter):
         prompts = collector.task.prompts("train", config.rl.prompts_per_step)
-        requests = collector.requests(
-            prompts,
-            run="rollout",
-            count=config.rl.group_size,
-            sampling=sampling_params(config.rollout, config.seed),
-            prefixes={},
-        )
-        finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, prefixes={}, with_filtered=False)
+        sampling = sampling_params(config.rollout, config.seed)
+        requests = collector.requests(prompts, run="rollout", count=config.rl.group_size, sampling=sampling)
+        finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, with_filtered=False)
         path = config.run_dir / "rollouts" / "rollouts.parquet"
         trajectories = in_request_order(finished, requests)
         if config.scorers:
@@ -216,7 +205,7 @@ def run_rollout(config: RunConfig) -> int:
 
 def run_eval(config: RunConfig) -> int:
     """Measures accuracy on the held-out problems, greedily and by samples, with its interval. Returns exit code 0."""
-    with _open_reader(config, "eval") as (collector, reporter):
+    with _open_reader(config) as (collector, reporter):
         heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
         reporter.evaluated(0, {"final": heldout}, {})
         if "accuracy" in heldout.scores:
@@ -230,7 +219,7 @@ def run_eval(config: RunConfig) -> int:
 
 
 @contextmanager
-def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None) -> Iterator[tuple[Run, Path]]:
+def _open_run(config: RunConfig, *, resume: bool, lock: int) -> Iterator[tuple[Run, Path]]:
     """Opens the task, the trainer's ranks and the run; yields the run and the model directory that it starts from."""
     from moerl.ranks.placement import open_trainer, place_rewards
     from moerl.rollout.tokenizers import new_tokenizer
@@ -244,7 +233,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _say_hub_model(config, reporter)
         if config.model.path is not None:
             # Errors of the texts are raised before ranks start.
-            _check_texts(config, task, config.model.path, command, reporter)
+            _check_texts(config, task, config.model.path, reporter)
         model_path = config.model.path or config.run_dir / INITIAL_MODEL
         to_build = None
         if config.model.architecture is not None and find_damage(model_path) is not None:
@@ -257,7 +246,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             if to_build is not None:
                 build_model(*to_build, config.seed, model_path)
             if config.model.path is None:
-                _check_texts(config, task, model_path, command, reporter)
+                _check_texts(config, task, model_path, reporter)
             tokenizer, model = _read_model(model_path)
             reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
@@ -274,8 +263,10 @@ def _prepare_libraries(config: RunConfig) -> None:
 
 
 def _make_reporter(config: RunConfig) -> Reporter:
-    title = f"{config.recipe}, seed {config.seed}"
-    return make_reporter(config.metrics, config.run_dir, title, config.model_dump(mode="json"))
+    """Makes the reporter of a run, and starts its trackers."""
+    trackers = start_trackers(config.metrics, config.run_dir, config.model_dump(mode="json"))
+    title, tensorboard = f"{config.recipe}, seed {config.seed}", "tensorboard" in config.metrics.sinks
+    return Reporter(config.run_dir, title, tensorboard=tensorboard, trackers=trackers)
 
 
 def _read_model(folder: Path) -> tuple[Tokenizer, ModelDescription]:
@@ -307,21 +298,20 @@ def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
         reporter.say(str(of_hub))
 
 
-def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, reporter: Reporter) -> None:
+def _check_texts(config: RunConfig, task: Task, model_path: Path, reporter: Reporter) -> None:
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
     tokenizer, model = _read_model(model_path)
     write_prompts(task, tokenizer, config.task, reporter.say)
-    use = text_use(config, command, model.max_positions)
+    use = text_use(config, model.max_positions)
     check_problems(task, use.problems)
     check_prompts(task, tokenizer, use)
 
 
-def text_use(config: RunConfig, command: str, max_positions: int) -> TextUse:
-    """Returns the use that a command makes of the texts of its task. max_positions: those of the model."""
+def text_use(config: RunConfig, max_positions: int) -> TextUse:
+    """Returns the use that the command of a run makes of the texts of its task. max_positions: those of the model."""
+    command, length = config.command, config.rollout.max_new_tokens
     problems = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
-    return TextUse(
-        command, config.task.name, problems, config.sft, config.seed, config.rollout.max_new_tokens, max_positions
-    )
+    return TextUse(command, config.task.name, problems, config.sft, config.seed, length, max_positions)
 
 
 def _load_latest(run: Run) -> None:
@@ -359,8 +349,7 @@ def _collector(
     handshake = engine.handshake()
     layers = select_layers(handshake, run.model.num_layers, run.model.moe_layers)
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
-    length, say = config.rollout.max_new_tokens, run.reporter.say
-    watch = run.reporter.within
+    length, say, watch = config.rollout.max_new_tokens, run.reporter.say, run.reporter.within
     sampling = evaluation_sampling(config.evaluation, config.rollout, config.seed)
     plan = EvaluationPlan(config.run_dir / "evaluations", config.evaluation.samples, sampling)
     options = config.task.template_options
@@ -372,7 +361,7 @@ def _collector(
 
 
 @contextmanager
-def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
+def _open_reader(config: RunConfig) -> Iterator[tuple[Collector, Reporter]]:
     """Opens the engine of a command that only reads a model, without trainer; yields its collector and reporter."""
     _prepare_libraries(config)
     assert config.model.path is not None
@@ -384,7 +373,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         task = stack.enter_context(closing(config.task.open()))
         reporter = stack.enter_context(_make_reporter(config))
         _say_hub_model(config, reporter)
-        _check_texts(config, task, config.model.path, command, reporter)
+        _check_texts(config, task, config.model.path, reporter)
         _check_device(config)
         reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))

@@ -69,17 +69,16 @@ def run_diagnose(options: argparse.Namespace) -> int:
 def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Report, Path]:
     """Writes the page and the files next to it; returns the report and the path of the page."""
     progress.begin_part("reading, rollouts")
-    checkpoints = [HuggingFaceCheckpoint(*split_version(named)) for named in options.model]
-    described = [_described(checkpoint) for checkpoint in checkpoints]
+    models = [_described(HuggingFaceCheckpoint(*split_version(named))) for named in options.model]
     opened = open_any_dumps(
         options.dumps,
-        moe_layers=described[0].moe_layers if described else None,
-        experts_per_token=described[0].spec.experts_per_token if described else None,
+        moe_layers=models[0][1].moe_layers if models else None,
+        experts_per_token=models[0][1].spec.experts_per_token if models else None,
         say=progress.note,
     )
     output, found = options.output.resolve(), None
-    if described:
-        report, found = _by_model(opened, checkpoints, described, options, progress)
+    if models:
+        report, found = _by_model(opened, models, options, progress)
     else:
         report = _by_policies(opened, options, progress)
     with writing(output, _ELSEWHERE):  # makes the folder
@@ -90,13 +89,13 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
     return report, output
 
 
-def _described(checkpoint: HuggingFaceCheckpoint) -> ModelDescription:
+def _described(checkpoint: HuggingFaceCheckpoint) -> tuple[HuggingFaceCheckpoint, ModelDescription]:
     if not (checkpoint.folder / CONFIG_FILE).is_file():
         raise ConfigError(
             "--model: no Hugging Face model", seen=checkpoint.folder, expected="a directory with a config.json"
         )
     check_weights(checkpoint.folder)
-    return read_model(checkpoint.folder)
+    return checkpoint, read_model(checkpoint.folder)
 
 
 # --- with a model ----------------------------------------------------------------------------------------------------
@@ -104,61 +103,46 @@ def _described(checkpoint: HuggingFaceCheckpoint) -> ModelDescription:
 
 def _by_model(
     dumps: Sequence[Dump],
-    checkpoints: Sequence[HuggingFaceCheckpoint],
-    described: Sequence[ModelDescription],
+    models: Sequence[tuple[HuggingFaceCheckpoint, ModelDescription]],
     options: argparse.Namespace,
     progress: ProgressDisplay,
 ) -> tuple[Report, Diagnosis]:
     # Torch loads only if there is a model: a dump with both policies needs none.
-    from moerl.offline.dump_scorers import Models, ScoringOptions
+    from moerl.offline.dump_scorers import Models
     from moerl.ranks.libraries import quiet_libraries
     from moerl.rollout.tokenizers import find_tokenizer
     from moerl.trainer.model import DTYPES
 
     quiet_libraries()
-    model, unusable = described[0], Unusable()
+    model, unusable = models[0][1], Unusable()
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
     fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
     sample, total = _spread(fits, options.rollouts, options.tokens)
     sample = [_drawn_so(rollout, options.temperature, options.top_p) for rollout in sample]
     _require_some(sample, dumps, unusable)
-    checkpoints, described = _used_first(checkpoints, described, sample)
+    # Checkpoints whose version no rollout names come behind the others: rounding is measured on the first one.
+    named = {None, *(int(rollout.policy_versions.max()) for rollout in sample)}
+    models = sorted(models, key=lambda each: each[0].version not in named)
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
-    tokenizer = find_tokenizer(checkpoints[0].folder)
+    tokenizer = find_tokenizer(models[0][0].folder)
     progress.note(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
-    models = Models.planned(
-        checkpoints, described, ScoringOptions(options.backend, name), max(map(len, sample)), progress
-    )
+    loaded = Models(models, options.backend, name, max(map(len, sample)), progress)
     progress.begin_part("causes")
-    with models.scorers() as scorers:
-        found = diagnose(sample, scorers, models.finer(), prompt_edits(tokenizer), half=models.half())
+    with loaded.scorers() as scorers:
+        found = diagnose(sample, scorers, loaded.finer(), prompt_edits(tokenizer), half=loaded.half())
     progress.begin_part("writing the report")
-    texts = _texts(tokenizer, model.spec.vocab_size)
     facts = _facts(dumps, options.dumps, unusable, len(sample), total)
-    said = [
-        f"{each.folder.name}" + ("" if each.version is None else f" (version {each.version})") for each in checkpoints
-    ]
+    said = [each.folder.name + ("" if each.version is None else f" (version {each.version})") for each, _ in models]
+    texts, classes = _texts(tokenizer, model.spec.vocab_size)
     facts = replace(
         facts,
         facts=(*facts.facts, ("model", ", ".join(said)), ("scored by", f"{_BACKENDS[options.backend]}, {name}")),
         texts=texts,
-        classes=[
-            _class_of(text, special) for text, special in zip(texts, _special(tokenizer, len(texts)), strict=True)
-        ],
+        classes=classes,
     )
     return report_of_diagnosis(found, facts), found
-
-
-def _used_first(
-    checkpoints: Sequence[HuggingFaceCheckpoint], described: Sequence[ModelDescription], sample: Sequence[DumpedRollout]
-) -> tuple[list[HuggingFaceCheckpoint], list[ModelDescription]]:
-    """Moves checkpoints whose version no rollout names behind the others: rounding is measured on the first one."""
-    named = {int(rollout.policy_versions.max()) for rollout in sample}
-    unused = [each.version is not None and each.version not in named for each in checkpoints]
-    order = sorted(range(len(checkpoints)), key=unused.__getitem__)
-    return [checkpoints[i] for i in order], [described[i] for i in order]
 
 
 def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | None) -> DumpedRollout:
@@ -281,15 +265,13 @@ def _facts(dumps: Sequence[Dump], paths: Sequence[Path], unusable: Unusable, use
     return DumpFacts(names, (("dump", names), ("format", formats), rows), notes, unusable)
 
 
-def _texts(tokenizer: Any, vocab_size: int) -> list[str]:
+def _texts(tokenizer: Any, vocab_size: int) -> tuple[list[str], list[str]]:
+    """Returns the text of every token, and the class of each; none without a tokenizer."""
     if tokenizer is None:
-        return []
-    return [tokenizer.decode([token]) for token in range(min(vocab_size, len(tokenizer)))]
-
-
-def _special(tokenizer: Any, count: int) -> list[bool]:
-    special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    return [token in special for token in range(count)]
+        return [], []
+    texts = [tokenizer.decode([token]) for token in range(min(vocab_size, len(tokenizer)))]
+    special = set(tokenizer.all_special_ids)
+    return texts, [_class_of(text, token in special) for token, text in enumerate(texts)]
 
 
 def _class_of(text: str, is_special: bool) -> str:

@@ -25,8 +25,8 @@ from moerl.diagnostics.dumps.slime import TorchFile
 from moerl.diagnostics.dumps.survey import DumpedGroup, Survey, describe_unusable, rollouts_behind
 from moerl.errors import CheckpointError, ContractError, MoerlError
 from moerl.models.description import ModelDescription
-from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.groups import NOT_KEPT
+from moerl.orchestration.source import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,14 @@ class DumpSource:
         self._quarantine.forget(ids)
         self._check(groups, chosen, self._quarantine.num_refused - refused_before)
         versions = [trajectory.policy_versions[trajectory.sampled].tolist() for trajectory in chosen]
-        self._check_ages(max(age(version, each) for each in versions))
+        oldest = max(age(version, each) for each in versions)
+        if oldest > self.limits.max_age:
+            raise MoerlError(
+                f"step {self._done + 1}: a token of the dump is older than the settings allow",
+                seen=f"{oldest} versions",
+                expected=f"at most {self.limits.max_age}: {self.limits.formula}",
+                remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
+            )
         self._lengths.train(trajectory.num_sampled for trajectory in chosen)
         if warning := self._lengths.warning():
             self._say(warning)
@@ -191,15 +198,6 @@ class DumpSource:
             )
         if num_refused:
             self._say(f"step {step}: {cause}; kept in {self._quarantine.folder}")
-
-    def _check_ages(self, oldest: int) -> None:
-        if oldest > self.limits.max_age:
-            raise MoerlError(
-                f"step {self._done + 1}: a token of the dump is older than the settings allow",
-                seen=f"{oldest} versions",
-                expected=f"at most {self.limits.max_age}: {self.limits.formula}",
-                remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
-            )
 
     def trained(self) -> None:
         for number, num_left_out, num_trained in self._batch:

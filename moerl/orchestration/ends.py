@@ -88,12 +88,10 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(type(content).__name__)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read", seen=error, expected="a JSON object", remedy="restore the file"
         ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} cannot be read", seen=type(content).__name__, expected="a JSON object", remedy="restore the file"
-        )
     return content

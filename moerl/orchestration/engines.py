@@ -19,8 +19,8 @@ from moerl.errors import EngineError, ending
 from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import ModelDescription
 from moerl.orchestration.dump_source import DumpSource, TrainableDump
-from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.rollouts import sampling_params
+from moerl.orchestration.source import GroupPlan
 from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
 from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.fleet.backend import ServerLauncher

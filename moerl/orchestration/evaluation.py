@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,25 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
         version: policy version of the engine's weights.
         worked: True makes the model show its work, by starting each response with the task's `work_prefix`.
     """
-    plan = collector.evaluations
-    prompts = collector.task.prompts(split, count)
-    prefixes = {}
+    plan, task = collector.evaluations, collector.task
+    prompts = task.prompts(split, count)
     if worked:
-        assert isinstance(collector.task, WorkedTask)
-        prefixes = {prompt.prompt_id: collector.task.work_prefix(prompt) for prompt in prompts}
+        assert isinstance(task, WorkedTask)
+        prompts = [replace(prompt, prefix=task.work_prefix(prompt)) for prompt in prompts]
     name = f"{split}-{version:06d}{'-worked' if worked else ''}"
-    asked = _Asked(collector, prompts, split, version, prefixes)
-    trajectories = asked.responses(f"evaluation-{name}", 1, GREEDY)
-    rows = greedy = _rows(collector, prompts, trajectories, prefixes, greedy=True)
+
+    def responses(run: str, count: int, sampling: SamplingParams) -> list[Trajectory]:
+        requests = collector.requests(prompts, run=run, count=count, sampling=sampling)
+        found = collector.collect(prompts, requests, f"evaluation on {split} problems", trainer_version=version)
+        # Of an episode, its first session: that of the prompt, if anything was sampled there.
+        first = {trajectory.lineage.episode: trajectory for trajectory in reversed(found)}
+        return [trajectory for trajectory in found if first[trajectory.lineage.episode] is trajectory]
+
+    trajectories = responses(f"evaluation-{name}", 1, GREEDY)
+    rows = greedy = _rows(collector, prompts, trajectories, greedy=True)
     if plan.samples and split == "heldout" and not worked:
-        sampled = asked.responses(f"evaluation-{name}-sampled", plan.samples, plan.sampling)
-        rows = [*greedy, *_rows(collector, prompts, sampled, prefixes, greedy=False)]
+        sampled = responses(f"evaluation-{name}-sampled", plan.samples, plan.sampling)
+        rows = [*greedy, *_rows(collector, prompts, sampled, greedy=False)]
     scores = score_rows(rows)
     if plan.folder is not None:
         _keep(plan.folder / name, rows, scores)
@@ -84,33 +90,8 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Problems of one evaluation and the collector that asks the engine; `responses` adds the way of sampling."""
-
-    collector: Collector
-    prompts: Sequence[Prompt]
-    split: str
-    version: int
-    prefixes: Mapping[str, str]
-
-    def responses(self, run: str, count: int, sampling: SamplingParams) -> list[Trajectory]:
-        collector, prefixes = self.collector, self.prefixes
-        requests = collector.requests(self.prompts, run=run, count=count, sampling=sampling, prefixes=prefixes)
-        purpose = f"evaluation on {self.split} problems"
-        found = collector.collect(self.prompts, requests, purpose, trainer_version=self.version, prefixes=prefixes)
-        # Of an episode, its first session: that of the prompt, if anything was sampled there.
-        first = {trajectory.lineage.episode: trajectory for trajectory in reversed(found)}
-        return [trajectory for trajectory in found if first[trajectory.lineage.episode] is trajectory]
-
-
 def _rows(
-    collector: Collector,
-    prompts: Sequence[Prompt],
-    trajectories: Sequence[Trajectory],
-    prefixes: Mapping[str, str],
-    *,
-    greedy: bool,
+    collector: Collector, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], *, greedy: bool
 ) -> list[dict[str, Any]]:
     """Makes a row of the table for each response, in the order of the problems."""
     order = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
@@ -128,7 +109,7 @@ def _rows(
                 "num_sampled": trajectory.num_sampled,
                 "finish_reason": str(trajectory.finish_reason),
                 "prompt": prompt.text,
-                "text": prefixes.get(prompt.prompt_id, "") + collector.response(trajectory),
+                "text": prompt.prefix + collector.response(trajectory),
                 **({} if spans is None else {SPANS: [asdict(span) for span in spans]}),
                 **{f"reward_{name}": value for name, value in trajectory.rewards.items()},
             }

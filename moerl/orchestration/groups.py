@@ -21,11 +21,10 @@ from moerl.buffer.turns import KeptTurn, KeptTurns
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
-from moerl.orchestration.group_plan import GroupPlan
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
-from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, unwatched
-from moerl.orchestration.selection import check_fills_up, num_episodes
+from moerl.orchestration.selection import PromptChoice, check_fills_up, num_episodes
+from moerl.orchestration.source import GroupPlan
 
 NOT_KEPT = "not_kept"
 """Reason in the ledger of rollouts that `rl.keep` leaves out of a group."""
@@ -258,7 +257,7 @@ class GroupSource:
         asked = [request for group in requests.values() for request in group]
         watch(0, len(asked), 0)
         turns = self._turns.memory({requests[n][0].lineage.group_id: n for n in numbers}, self._keep_turn)
-        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, {}, turns)
+        answers = collector.outcomes([self._prompt(n) for n in numbers], asked, lambda: self.version, turns)
         with closing(collector.scoring.outcomes(answers)) as outcomes:
             for outcome in outcomes:
                 if self._is_closed:

@@ -60,7 +60,13 @@ def take_changes(
         ConfigError: the configuration gives a stage no more steps than the stage has made already.
     """
     for change, _ in changes:
-        _check_steps(change, stage, step)
+        if STEPS.get(change.key) == stage and change.new <= step:
+            raise ConfigError(
+                f"{change.key}: the run has made as many steps already",
+                seen=change.new,
+                expected=f"more than {step}",
+                remedy=f"raise it, or leave it away to finish the run with {change.old}",
+            )
     before = read_history(run_dir)
     for row in before:
         reporter.say(f"changed earlier, {row.time}: {row}")
@@ -69,7 +75,9 @@ def take_changes(
     for row in rows:
         reporter.say(f"changed: {row}")
     if rows:
-        _write(run_dir / HISTORY_FILE, [*before, *rows])
+        with atomic_file(run_dir / HISTORY_FILE) as temporary:
+            lines = (json.dumps(asdict(row)) + "\n" for row in [*before, *rows])
+            temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def read_history(run_dir: Path) -> list[HistoryRow]:
@@ -87,18 +95,3 @@ def read_history(run_dir: Path) -> list[HistoryRow]:
             expected="one JSON object per changed key",
             remedy="correct the line, or move the file away: it is for people alone",
         ) from error
-
-
-def _check_steps(change: Change, stage: str, step: int) -> None:
-    if STEPS.get(change.key) == stage and change.new <= step:
-        raise ConfigError(
-            f"{change.key}: the run has made as many steps already",
-            seen=change.new,
-            expected=f"more than {step}",
-            remedy=f"raise it, or leave it away to finish the run with {change.old}",
-        )
-
-
-def _write(path: Path, rows: Sequence[HistoryRow]) -> None:
-    with atomic_file(path) as temporary:
-        temporary.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")

@@ -46,19 +46,18 @@ class EpisodeGate:
         prompts: Mapping[str, Prompt],
         requests: Sequence[RolloutRequest],
         version: Callable[[], int],
-        prefixes: Mapping[str, str],
         turns: TurnMemory | None = None,
     ) -> Generator[RolloutOutcome]:
         """Yields the outcome of one episode per request, in the order in which they end.
 
         Args:
-            prompts: by id. version, prefixes, turns: as in `Collector.outcomes`.
+            prompts: by id. version, turns: as in `Collector.outcomes`.
         """
         assert isinstance(self.engine, StreamingEngine)
         episodes = [
-            Episode(request, partial(task.play, prompts[prompt_id]), prefixes.get(prompt_id, ""))
+            Episode(request, partial(task.play, prompt), prompt.prefix)
             for request in requests
-            for prompt_id in (request.lineage.prompt_id,)
+            for prompt in (prompts[request.lineage.prompt_id],)
         ]
         rules, stream = self.rules, self.engine.stream()
         remembering = None if turns is None or not task.repeatable else RememberingStream(stream, turns)

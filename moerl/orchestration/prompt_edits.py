@@ -16,6 +16,7 @@ import numpy as np
 from moerl.contract.fields import KeptSets
 from moerl.diagnostics.causes.gaps import Repair
 from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.errors import closing
 from moerl.orchestration.templates import Templates, request_of
 
 _FIELDS: dict[str, float] = {
@@ -61,7 +62,7 @@ def _opening(tokenizer: Any) -> tuple[int, ...]:
     if not getattr(tokenizer, "chat_template", None):
         return ()
     chat = [{"role": "user", "content": "a"}]
-    with Templates() as templates:
+    with closing(Templates()) as templates:
         texts = [templates.write(request_of(tokenizer, chat, ask=ask)) for ask in (False, True)]
     short, long = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     return tuple(long[len(short) :]) if long[: len(short)] == short else ()

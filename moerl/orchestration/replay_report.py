@@ -65,7 +65,9 @@ def first_difference(
             expected_SL = row_checksums(key, trajectory.expert_ids).view(np.int64)
             expected_R = expected_SL[mine_R6[:, POSITION], mine_R6[:, LAYER]]
         else:
-            expected_R = _checksums_at(mine_R6, recorded_R6)
+            # Checksum of the recorded row of the same rollout, position and layer; 0 if there is none.
+            found = {tuple(row[:CHECKSUM]): row[CHECKSUM] for row in recorded_R6.tolist()}
+            expected_R = np.array([found.get(tuple(row[:CHECKSUM]), 0) for row in mine_R6.tolist()], np.int64)
         wrong_R6 = mine_R6[(mine_R6[:, CHECKSUM] != expected_R) | (mine_R6[:, ROUTED] == 0)]
         if len(wrong_R6):
             return _difference(trajectory, wrong_R6, own=recorded_R6 is not None)
@@ -85,9 +87,3 @@ def _difference(trajectory: Trajectory, wrong_R6: NDArray[np.int64], *, own: boo
         f" {'recorded in the first forward pass' if own else experts};"
         f" {len(np.unique(wrong_R6[:, POSITION]))} rows of this rollout differ"
     )
-
-
-def _checksums_at(wanted_R6: NDArray[np.int64], table_R6: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
-    found = {(key, position, layer): checksum for key, position, layer, checksum, *_ in table_R6.tolist()}
-    return np.array([found.get((key, position, layer), 0) for key, position, layer, *_ in wanted_R6.tolist()], np.int64)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from moerl.config.schema import MetricsConfig
 from moerl.contract.files import writing
 from moerl.diagnostics.alerts import HISTORY, Alert, Announcer, active_alerts
 from moerl.diagnostics.plots import draw_curves
@@ -20,59 +19,12 @@ from moerl.diagnostics.report.read_run import report_of_directory
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.errors import MoerlError, ending, note_later, undoing
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.trackers import Trackers, start_trackers
+from moerl.orchestration.trackers import Trackers
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
 from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, JsonlSink, MetricSink, read_rows
 from moerl.telemetry.tensorboard import TensorBoardSink
 from moerl.telemetry.trackers.sink import TrackerSink
-
-
-class Reporter(Protocol):
-    """Receiver of what stages report. Steps count from 1; an evaluation's step is the number of RL steps before it."""
-
-    def __enter__(self) -> Reporter: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def say(self, text: str) -> None:
-        """Shows a line that stays."""
-        ...
-
-    def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
-        """Drops rows of an interrupted process after `step` of `stage`; without `evaluated`, that of its evaluation."""
-        ...
-
-    def sync(self) -> None:
-        """Returns when every row so far is on disk."""
-        ...
-
-    def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the row of one training step."""
-        ...
-
-    def begin_part(self, title: str) -> None:
-        """Shows the part of the step that begins now, for users who watch a long step."""
-        ...
-
-    def within(self, done: int, total: int, tokens: int = 0) -> None:
-        """Shows how much of the part is done. tokens: number of tokens sampled in it."""
-        ...
-
-    def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Writes the numbers per MoE layer of one RL step, by name."""
-        ...
-
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
-        """Writes the row of an evaluation; names are those of `EVALUATIONS`. seconds: spans as metrics."""
-        ...
-
-    def finish(self, summary: RunSummary) -> None:
-        """Writes plots, report and summary, and shows the closing lines."""
-        ...
-
 
 EVALUATIONS = {
     "dev": ("accuracy/mean", "response/length_mean", "dev problems, looked at while it trains"),
@@ -83,8 +35,10 @@ EVALUATIONS = {
 """Evaluations by name: the metrics of their accuracy and length, and how to call their problems."""
 
 
-class RunReporter:
-    """Reporter to the terminal, to the run directory and to trackers.
+class Reporter:
+    """Receiver of what stages report: to the terminal, to the run directory and to trackers.
+
+    Steps count from 1; an evaluation's step is the number of RL steps before it.
 
     Args:
         tensorboard: True if the run directory gets events for TensorBoard.
@@ -106,10 +60,13 @@ class RunReporter:
         self._recent: Sequence[Mapping[str, Any]] = ()
         self._alerts = Announcer()
 
-    def __enter__(self) -> RunReporter:
+    def __enter__(self) -> Reporter:
         self._progress.__enter__()
         with undoing(lambda: self._progress.__exit__(None, None, None)):
-            self._open_trackers()
+            if self._trackers.names:
+                self.say(f"starting trackers: {', '.join(self._trackers.names)}")
+                self.begin_part("start of the trackers")
+                self._trackers.open()
         for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
             if sink.torn_bytes:
                 self.say(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
@@ -130,19 +87,15 @@ class RunReporter:
             for sink in self._sinks:
                 sink.close()
 
-    def _open_trackers(self) -> None:
-        if self._trackers.names:
-            self.say(f"starting trackers: {', '.join(self._trackers.names)}")
-            self.begin_part("start of the trackers")
-            self._trackers.open()
-
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self._run_dir / METRICS_FILE)
 
     def say(self, text: str) -> None:
+        """Shows a line that stays."""
         self._progress.note(text)
 
     def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
+        """Drops rows of an interrupted process after `step` of `stage`; without `evaluated`, that of its evaluation."""
         with self._writing():
             for sink in self._sinks:
                 sink.truncate_after(stage, step, evaluated=evaluated)
@@ -154,6 +107,7 @@ class RunReporter:
         self._alerts.new(active_alerts(self._recent))
 
     def sync(self) -> None:
+        """Returns when every row so far is on disk."""
         with self._writing():
             for sink in self._sinks:
                 sink.sync()
@@ -163,12 +117,15 @@ class RunReporter:
         self._progress.begin_stage(stage, done=done, total=total)
 
     def begin_part(self, title: str) -> None:
+        """Shows the part of the step that begins now, for users who watch a long step."""
         self._progress.begin_part(title)
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
+        """Shows how much of the part is done. tokens: number of tokens sampled in it."""
         self._progress.within(done, total, tokens)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the row of one training step."""
         alarming: list[Alert] = []
         if stage == "rl":
             self._recent = [*self._recent, {"stage": stage, "step": step, **metrics}][-HISTORY:]
@@ -180,10 +137,12 @@ class RunReporter:
             self.say(f"ALERT: {alert}")
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Writes the numbers per MoE layer of one RL step, by name."""
         with self._writing():
             self._layers.write("rl", step, metrics)
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
+        """Writes the row of an evaluation; names are those of `EVALUATIONS`. seconds: spans as metrics."""
         metrics = dict(seconds)
         for name, evaluation in evaluations.items():
             accuracy, length, problems = EVALUATIONS[name]
@@ -197,15 +156,12 @@ class RunReporter:
                 f"{evaluation.length_mean:.1f} tokens"
             )
             metrics |= self._tell_scores(name, evaluation)
-            self._show_samples(step, name, evaluation)
+            if self._tensorboard is not None:
+                with self._writing():
+                    for each, text in evaluation.samples.items():
+                        title = "/".join(filter(None, ("samples", name, each)))
+                        self._tensorboard.write_text("evaluation", step, title, text)
         self._write("evaluation", step, metrics)
-
-    def _show_samples(self, step: int, name: str, evaluation: Evaluation) -> None:
-        if self._tensorboard is None:
-            return
-        with self._writing():
-            for each, text in evaluation.samples.items():
-                self._tensorboard.write_text("evaluation", step, "/".join(filter(None, ("samples", name, each))), text)
 
     def _tell_scores(self, name: str, evaluation: Evaluation) -> dict[str, float]:
         """Shows all scores but the accuracy; returns, of held-out problems, the metrics of the largest k."""
@@ -223,6 +179,7 @@ class RunReporter:
         return found
 
     def finish(self, summary: RunSummary) -> None:
+        """Writes plots, report and summary, and shows the closing lines."""
         self.sync()
         self._progress.end()
         with writing(self._run_dir):
@@ -272,14 +229,3 @@ def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlS
             expected="lines that this run wrote",
             remedy="restore the file from a copy, or remove the line; a last line without an end is dropped by itself",
         ) from error
-
-
-def make_reporter(metrics: MetricsConfig, run_dir: Path, title: str, settings: Mapping[str, Any]) -> Reporter:
-    """Makes the reporter of a run, and starts its trackers.
-
-    Args:
-        title: title of plots.
-        settings: configuration of the run, as trackers show it, as plain data.
-    """
-    trackers = start_trackers(metrics, run_dir, settings)
-    return RunReporter(run_dir, title, tensorboard="tensorboard" in metrics.sinks, trackers=trackers)

@@ -19,9 +19,10 @@ Collecting threads run with `buffer.max_staleness` only; without it the loop col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from moerl.algorithms.section import AlgorithmSection
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
-from moerl.contract.trainer import PROFILES, PassReport
+from moerl.contract.trainer import PROFILES, PassReport, sum_reports
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
@@ -39,6 +40,7 @@ from moerl.orchestration.ahead import Ahead
 from moerl.orchestration.batches import Minibatch, pack_minibatch
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.replay_report import explained
+from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.run import Run
 from moerl.orchestration.source import Live, Source
 from moerl.orchestration.turn_metrics import turn_metrics
@@ -94,7 +96,7 @@ class RLStage:
                 f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
             )
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
-        with Ahead(self.groups.upcoming, self._pack) as self._ahead, closing(self.groups):
+        with closing(Ahead(self.groups.upcoming, self._pack)) as self._ahead, closing(self.groups):
             for step in range(first_step, steps):
                 with self._profiled(step + 1):
                     minibatches = self._rollouts(step)
@@ -170,26 +172,34 @@ class RLStage:
             run.state.mismatch = table
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.span("train"):
-            totals = self._update(minibatches, step)
+            reports, num_unproved = self._update(minibatches, step)
         with run.span("weights"):
             self.groups.trained()
         is_due = self._is_evaluation_due(step + 1) or (step + 1) % config.weights.every == 0
         with self._publishing(step + 1) if is_due else nullcontext():
-            metrics = self._metrics(minibatches, totals, step)
+            metrics = self._metrics(minibatches, reports, num_unproved, step)
         return metrics | table_metrics(table) | self._update_costs()
 
     def _metrics(
-        self, minibatches: Sequence[Minibatch], totals: step_metrics.StepTotals, step: int
+        self, minibatches: Sequence[Minibatch], reports: Sequence[PassReport], num_unproved: int, step: int
     ) -> dict[str, float]:
-        metrics = self._update_metrics(totals, step)
-        samples = [sample for minibatch in minibatches for sample in minibatch.samples]
-        metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
-        tables = [step_metrics.RowTable.of(rows_RC) for rows_RC in totals.tables]
+        total, num_tokens = sum_reports(reports), round(sum(each.num_tokens for each in minibatches))
+        table, updates = step_metrics.RowTable.of(total.rows_RC), [each.update for each in reports if each.update]
+        self.run.reporter.log_layers(step + 1, step_metrics.per_layer(total.agreement_LS, total.live_rows_L))
         parts = [[sample.trajectory for sample in minibatch.samples] for minibatch in minibatches]
-        metrics |= turn_metrics([*zip(parts, tables, strict=True)])
-        metrics |= step_metrics.loss_metrics(totals.losses, round(sum(each.num_tokens for each in minibatches)))
-        metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
-        metrics |= {
+        tables = [step_metrics.RowTable.of(report.rows_RC) for report in reports]
+        metrics = {
+            **step_metrics.disagreement(table),
+            **step_metrics.policy_metrics(table),
+            **step_metrics.load_metrics(total.load_LE),
+            **step_metrics.agreement_metrics(total.agreement_LS, total.live_rows_L),
+            **step_metrics.update_metrics(updates),
+            "replay/rows_verified": float(total.rows_verified),
+            "replay/updates_unproved": float(num_unproved),
+            **step_metrics.rollout_metrics([*chain.from_iterable(parts)]),
+            **turn_metrics([*zip(parts, tables, strict=True)]),
+            **step_metrics.loss_metrics(total.loss_sum, num_tokens),
+            **step_metrics.mean_of([minibatch.metrics for minibatch in minibatches]),
             "quarantine/count": float(self.run.quarantine.num_refused),
             **self.groups.metrics,
         }
@@ -198,12 +208,12 @@ class RLStage:
             metrics |= self.live.collector.take_counts()
         return metrics
 
-    def _update(self, minibatches: Sequence[Minibatch], step: int) -> step_metrics.StepTotals:
+    def _update(self, minibatches: Sequence[Minibatch], step: int) -> tuple[list[PassReport], int]:
         """Makes one optimizer step per minibatch. With several, log-probs before the first update are the proximal
-        ones."""
+        ones. Returns the report of each step, and how many steps enforced routing without a proof."""
         keep = self.config.keep_routing
         first = step * self.config.rl.minibatches + 1
-        proved = [is_proved(keep.verify, first + number) for number in range(len(minibatches))]
+        proved = [is_selected(keep.verify, first + number) for number in range(len(minibatches))]
         algorithm, prepared = self.algorithm, list[PassReport]()
         several = len(minibatches) > 1 and not algorithm.interpolates_proximal
         if keep.mode == "trainer" or several or algorithm.kl_in_reward:
@@ -212,46 +222,28 @@ class RLStage:
                     prepared.append(self.trainer.prepare(number, prove=proved[number]))
         # Computed over the groups of all minibatches together, after the KL is subtracted from their rewards.
         advantages = penalised_advantages(minibatches, prepared, algorithm) if algorithm.kl_in_reward else None
-        totals = step_metrics.StepTotals(self.run.model.spec)
+        reports = list[PassReport]()
         for number, minibatch in enumerate(minibatches):
             with explained(self.trainer, minibatch.samples):
                 of_rollouts = None if advantages is None else advantages[number]
                 report = self.trainer.step(number, prove=proved[number], advantages=of_rollouts)
             assert report.update is not None
             self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
-            totals.add(report)
-            totals.unproved += int(self.enforce and not proved[number])
-        return totals
-
-    def _update_metrics(self, totals: step_metrics.StepTotals, step: int) -> dict[str, float]:
-        table = step_metrics.RowTable.of(np.concatenate(totals.tables))
-        per_layer = step_metrics.per_layer(totals.agreement_LS, totals.live_rows_L)
-        self.run.reporter.log_layers(step + 1, per_layer)
-        return {
-            **step_metrics.disagreement(table),
-            **step_metrics.policy_metrics(table),
-            **step_metrics.load_metrics(totals.load_LE),
-            **step_metrics.agreement_metrics(totals.agreement_LS, totals.live_rows_L),
-            **step_metrics.update_metrics(totals.updates),
-            "replay/rows_verified": float(totals.verified),
-            "replay/updates_unproved": float(totals.unproved),
-        }
+            reports.append(report)
+        return reports, proved.count(False) if self.enforce else 0
 
     def _mismatch_table(self, minibatches: Sequence[Minibatch]) -> dict[str, dict[str, float]]:
         """Scores the same rollouts with the same weights four times: routing, and sampling mask, each kept and not."""
         table, prove = {}, self.config.keep_routing.verify != "off"
-        for routing in (True, False):
+        for routing, scorers in ((True, ("both", "experts")), (False, ("kept_sets", "neither"))):
             rows = []
             for number, minibatch in enumerate(minibatches):
                 with explained(self.trainer, minibatch.samples):
                     report = self.trainer.score(number, enforce=routing, prove=prove, full=True)
                 rows.append(report.rows_RC)
             gathered = step_metrics.RowTable.of(np.concatenate(rows))
-            for mask in (True, False):
-                name = {(True, True): "both", (True, False): "experts", (False, True): "kept_sets"}.get(
-                    (routing, mask), "neither"
-                )
-                table[name] = step_metrics.disagreement(gathered, full=not mask)
+            for name, full in zip(scorers, (False, True), strict=True):
+                table[name] = step_metrics.disagreement(gathered, full=full)
         return table
 
     # --- engine ------------------------------------------------------------------------------------------------------
@@ -274,7 +266,7 @@ class RLStage:
             yield
             return
         self._num_published, self._published_version = self._num_published + 1, version
-        verify = _is_due(self.config.weights.verify, self._num_published)
+        verify = is_selected(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
             if self.config.rollout.is_colocated:
                 # The state is copied now: later servers fill the devices, and the weights are not on them.
@@ -300,44 +292,31 @@ class RLStage:
     def _evaluate_cold_start(self, first_step: int) -> None:
         """Measures, before the first update, dev and held-out accuracy, and the latter also when made to show the
         work."""
-        if first_step > 0 or self.live is None:
-            return
-        collector = self.live.collector
-        dev, heldout = self.config.evaluation.dev_problems, self.config.evaluation.heldout_problems
-
-        def measure() -> dict[str, Evaluation]:
-            evaluations = {
-                "dev": evaluate(collector, "dev", dev, version=0),
-                "cold_start": evaluate(collector, "heldout", heldout, version=0),
-            }
-            if isinstance(collector.task, WorkedTask):
-                worked = evaluate(collector, "heldout", heldout, version=0, worked=True)
-                evaluations["cold_start_worked"] = worked
-            return evaluations
-
-        self._record(0, measure)
+        if first_step == 0 and self.live is not None:
+            worked = ["cold_start_worked"] if isinstance(self.live.collector.task, WorkedTask) else []
+            self._measure(0, ["dev", "cold_start", *worked], self.live.collector)
 
     def _evaluate(self, step: int) -> None:
         """Evaluates on dev problems if that is due, and on the held-out problems after the last step."""
-        if self.live is None or not self._is_evaluation_due(step):
-            return
-        sizes, is_last, collector = self.config.evaluation, step == self.steps, self.live.collector
-
-        def measure() -> dict[str, Evaluation]:
-            evaluations = {"dev": evaluate(collector, "dev", sizes.dev_problems, version=step)}
-            if is_last:
-                final = evaluate(collector, "heldout", sizes.heldout_problems, version=step)
-                evaluations["final"] = final
-            return evaluations
-
-        self._record(step, measure)
+        if self.live is not None and self._is_evaluation_due(step):
+            self._measure(step, ["dev", "final"] if step == self.steps else ["dev"], self.live.collector)
 
     def _is_evaluation_due(self, step: int) -> bool:
         every = self.config.evaluation.every
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
-        """Records the evaluations of `measure`; if a signal stops it, the run measures when it goes on."""
+    def _measure(self, step: int, names: Sequence[str], collector: Collector) -> None:
+        """Makes and records evaluations, by names of `reporting.EVALUATIONS`; if a signal stops them, the run measures
+        when it goes on."""
+        sizes = self.config.evaluation
+
+        def measure() -> dict[str, Evaluation]:
+            found = dict[str, Evaluation]()
+            for name in names:
+                split, count = ("dev", sizes.dev_problems) if name == "dev" else ("heldout", sizes.heldout_problems)
+                found[name] = evaluate(collector, split, count, version=step, worked=name == "cold_start_worked")
+            return found
+
         with self.run.span("evaluation"):
             self.groups.settle()
             evaluations = self.run.unless_stopped(measure)
@@ -368,12 +347,7 @@ def penalised_advantages(
     return np.split(advantages_B, np.cumsum([len(minibatch.samples) for minibatch in minibatches])[:-1])
 
 
-def is_proved(verify: str | int, update: int) -> bool:
-    """Returns whether `keep_routing.verify` asks for a proof before an update; updates of a run count from 1."""
-    return _is_due(verify, update)
-
-
-def _is_due(every: str | int, number: int) -> bool:
+def is_selected(every: str | int, number: int) -> bool:
     """Returns whether an option (every, off, or N for each N-th time) selects the `number`-th time, from 1."""
     return every == "every" or (isinstance(every, int) and number % every == 0)
 

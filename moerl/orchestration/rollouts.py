@@ -95,19 +95,17 @@ class Collector:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def requests(
-        self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
+        self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams
     ) -> list[RolloutRequest]:
         """Makes `count` requests per prompt.
 
         Args:
             run: name of this use of the prompts (for example ``rl-000012``); part of every rollout id.
             sampling: distribution; its seed is mixed with each rollout id.
-            prefixes: texts by prompt id that start the response, as part of the prompt.
         """
         requests = []
         for prompt in prompts:
-            text = prompt.text + prefixes.get(prompt.prompt_id, "")
-            prompt_ids = tuple(self._encode(text))
+            prompt_ids = tuple(self._encode(prompt.text + prompt.prefix))
             for number in range(count):
                 rollout_id = f"{run}/{prompt.prompt_id}/{number}"
                 seed = rollout_key(f"{sampling.seed}/{rollout_id}") >> 1
@@ -129,7 +127,6 @@ class Collector:
         purpose: str,
         *,
         trainer_version: int,
-        prefixes: Mapping[str, str],
         with_filtered: bool = True,
     ) -> list[Trajectory]:
         """Returns admitted trajectories with their rewards, in the order of the answers.
@@ -144,7 +141,7 @@ class Collector:
         admitted: list[Trajectory] = []
         num_admitted, num_refused, num_tokens, first = 0, 0, 0, ""
         self.watch(0, len(requests), 0)
-        with closing(self.outcomes(prompts, requests, lambda: trainer_version, prefixes)) as outcomes:
+        with closing(self.outcomes(prompts, requests, lambda: trainer_version)) as outcomes:
             for outcome in outcomes:
                 if not outcome.trajectories or (outcome.filtered and not with_filtered):
                     text = outcome.filtered if outcome.refusal is None else outcome.refusal.text
@@ -179,7 +176,6 @@ class Collector:
         prompts: Sequence[Prompt],
         requests: Sequence[RolloutRequest],
         version: Callable[[], int],
-        prefixes: Mapping[str, str],
         turns: TurnMemory | None = None,
     ) -> Generator[RolloutOutcome]:
         """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers;
@@ -203,17 +199,13 @@ class Collector:
             with closing(ChatWriter(self.tokenizer, self.chat_options)) as writer:
                 texts = Texts(self._encode, self._decode, writer.write)
                 gate = EpisodeGate(self.engine, self.quarantine, self.layers, texts, self.episode, self._count)
-                yield from gate.outcomes(self.task, by_id, requests, version, prefixes, turns)
+                yield from gate.outcomes(self.task, by_id, requests, version, turns)
         else:
-            yield from self._responses(by_id, requests, version, prefixes)
+            yield from self._responses(by_id, requests, version)
         self.quarantine.forget(ids)
 
     def _responses(
-        self,
-        prompts: Mapping[str, Prompt],
-        requests: Sequence[RolloutRequest],
-        version: Callable[[], int],
-        prefixes: Mapping[str, str],
+        self, prompts: Mapping[str, Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int]
     ) -> Generator[RolloutOutcome]:
         """Yields the outcomes of single responses. prompts: by id."""
         pending: deque[_Pending] = deque()
@@ -225,7 +217,7 @@ class Collector:
                     continue
                 record, trajectory = checked
                 prompt = prompts[trajectory.lineage.prompt_id]
-                response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
+                response = prompt.prefix + self.response(trajectory)
                 rewards = self.task.reward(prompt, response, trajectory.finish_reason)
                 pending.append(_Pending(record, trajectory, rewards))
                 while pending and pending[0].rewards.done():

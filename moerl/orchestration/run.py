@@ -11,14 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions
+from moerl.batching.rows import Padding
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
-from moerl.contract.ports import PolicyEngine, Prompt, Task
+from moerl.contract.ports import PolicyEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.tokenizer import Tokenizer
 from moerl.contract.trainer import Stage, Trainer, UpdateReport
@@ -27,7 +29,7 @@ from moerl.errors import CheckpointError, MoerlError
 from moerl.machine.stop_signals import StopRequest
 from moerl.models.description import ModelDescription
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import Minibatch, pack_options
+from moerl.orchestration.batches import Minibatch
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
@@ -95,9 +97,6 @@ class Run:
         with self.stopwatch.span(name):
             yield
 
-    def train_prompts(self) -> list[Prompt]:
-        return self.task.prompts("train", self.task.size("train"))
-
     def build(self, stage: Stage, folder: Path, engine: PolicyEngine | None = None) -> None:
         """Has the trainer build a stage from a model directory, and shows the trainer's notes once.
 
@@ -111,14 +110,16 @@ class Run:
         self._said.update(self.trainer.notes)
 
     def packing(self, model: ModelDescription) -> PackOptions:
-        """Returns how sequences share microbatches of a model of this run."""
-        config, shares_prompts = self.config, self.trainer.shares_prompts
-        return pack_options(
-            model,
-            config.parallel.dims,
-            config.trainer.microbatch_tokens,
-            share_prompts=shares_prompts,
-            scores=config.algorithm.needs,
+        """Returns how sequences share microbatches of a model of this run: the layout's padding, ranks balanced by
+        operations."""
+        dims = self.config.parallel.dims
+        return PackOptions(
+            self.config.trainer.microbatch_tokens,
+            Padding.of(dims),
+            cost=sequence_flops(model),
+            count_multiple=dims.microbatch_multiple,
+            share_prompts=self.trainer.shares_prompts,
+            scores=self.config.algorithm.needs,
         )
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -131,7 +132,13 @@ class Run:
         """
         found = self._store.latest()
         if found is None:
-            self._check_nothing_was_saved()
+            if trace := self._trace_of_a_checkpoint():
+                raise CheckpointError(
+                    f"the checkpoints of {self.config.run_dir} are gone",
+                    seen=f"{trace}, without any checkpoint",
+                    expected=f"at least one in {self._store.folder}",
+                    remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
+                )
             self.reporter.rewind(STAGE_ORDER[0], 0, evaluated=True)
             self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
             return
@@ -143,17 +150,6 @@ class Run:
         self.quarantine.restore(self.state.quarantine)
         self._checkpoint, self._saved = (stage, step, found.path), (stage, step)
         self.reporter.say(f"{stage}: going on from step {step} ({found.path})")
-
-    def _check_nothing_was_saved(self) -> None:
-        """Refuses to start over a run that has lost its checkpoints."""
-        trace = self._trace_of_a_checkpoint()
-        if trace is not None:
-            raise CheckpointError(
-                f"the checkpoints of {self.config.run_dir} are gone",
-                seen=f"{trace}, without any checkpoint",
-                expected=f"at least one in {self._store.folder}",
-                remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
-            )
 
     def _trace_of_a_checkpoint(self) -> str | None:
         """Returns, in words, a trace that only a run with a checkpoint leaves; None if there is none."""
@@ -288,21 +284,17 @@ class Run:
         for name, stage_seconds in (("rollouts", "seconds/rollout"), ("weights", "seconds/weights")):
             if stage_seconds in spans:
                 spans[f"waiting/trainer_for_{name}"] = spans[stage_seconds] / seconds
-        metrics = metrics | spans | self._device_metrics(minibatches, spans["seconds/train"])
-        metrics |= {
+        devices, num_ranks = self.trainer.device_use(), self.config.parallel.world_size
+        flops, dtype = sum(minibatch.model_flops for minibatch in minibatches), self.config.model.dtype
+        metrics = metrics | spans
+        metrics |= step_metrics.speed_metrics(flops, spans["seconds/train"], num_ranks, devices, dtype)
+        metrics |= step_metrics.device_metrics(devices) | {
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),
             "throughput/tokens_per_second": num_tokens / seconds,
             "memory/peak_rss_bytes": float(max(self.peak_rss_bytes, *self.trainer.peak_rss_bytes, 0)),
         }
         self.reporter.log(stage, step, metrics)
-
-    def _device_metrics(self, minibatches: Sequence[Minibatch], seconds: float) -> dict[str, float]:
-        """Returns metrics of speed and memory of the ranks. seconds: time of training in the step."""
-        devices = self.trainer.device_use()
-        flops, num_ranks = sum(minibatch.model_flops for minibatch in minibatches), self.config.parallel.world_size
-        speed = step_metrics.speed_metrics(flops, seconds, num_ranks, devices, self.config.model.dtype)
-        return speed | step_metrics.device_metrics(devices)
 
     def check_update(self, update: UpdateReport, name: str, samples: Sequence[TrainSample] = ()) -> None:
         """Writes the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.

@@ -4,17 +4,20 @@ controller."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.scoring import TokenScorer
+from moerl.contract.tokenizer import Tokenizer
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import closing
+from moerl.errors import ConfigError, closing, undoing
 from moerl.orchestration.outcome import RolloutOutcome
+from moerl.scorers.section import ScorerSection
 
 _Scores = dict[str, Future[NDArray[np.float32]]]
 
@@ -35,7 +38,8 @@ class Scoring:
 
     def of(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Returns the trajectories with their scores; waits for them. Raises `ScoreError`."""
-        return [_scored(trajectory, scores) for trajectory, scores in [(t, self._ask(t)) for t in trajectories]]
+        asked = [self._ask(trajectory) for trajectory in trajectories]
+        return [_scored(trajectory, scores) for trajectory, scores in zip(trajectories, asked, strict=True)]
 
     def outcomes(self, outcomes: Generator[RolloutOutcome]) -> Generator[RolloutOutcome]:
         """Yields outcomes in their order, their trajectories with scores; sampling waits for none. If the caller stops,
@@ -94,3 +98,38 @@ class _Pending:
 def _scored(trajectory: Trajectory, scores: _Scores) -> Trajectory:
     found = {name: future.result() for name, future in scores.items()}
     return trajectory.with_scores({**trajectory.scores, **found}) if found else trajectory
+
+
+def open_scorers(
+    sections: Mapping[str, ScorerSection],
+    logs: Path,
+    tokenizer: Tokenizer,
+    read_tokenizer: Callable[[Path, str], Tokenizer],
+) -> Scoring:
+    """Starts the scorers of a configuration, and waits for none of them; the caller has to close them.
+
+    Args:
+        sections: section of each scorer, by its name.
+        logs: folder for the logs of their processes.
+        tokenizer: tokenizer of the run.
+        read_tokenizer: reads the tokenizer of a directory, which a key names.
+
+    Raises:
+        ConfigError: the tokens of a scorer's model have other ids.
+    """
+    own, opened = tokenizer.get_vocab().items(), dict[str, TokenScorer]()
+    for name, section in sections.items():
+        if section.tokenizer is not None:
+            key = f"scorers.{name}.path"
+            theirs = read_tokenizer(section.tokenizer, key).get_vocab().items()
+            if other := sorted(own - theirs):
+                raise ConfigError(
+                    f"{key}: its tokenizer is not that of the run",
+                    seen=f"{len(other)} tokens with another id or none, first {other[0][0]!r}, here {other[0][1]}",
+                    expected="every token of the run under the same id",
+                    remedy="take a model with the tokenizer of the one that is trained",
+                )
+    with undoing(lambda: [scorer.close() for scorer in opened.values()]):
+        for name, section in sections.items():
+            opened[name] = section.open(f"scorers.{name}", logs / f"scorer-{name}.log")
+    return Scoring(opened)

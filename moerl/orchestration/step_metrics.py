@@ -5,6 +5,7 @@ Runs in the controller. Names, units and meanings: docs/metrics.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -13,13 +14,17 @@ from numpy.typing import NDArray
 
 from moerl.algorithms.arrays import agreement, mismatch, ratio_quantiles
 from moerl.contract.ports import SamplingCosts
-from moerl.contract.trainer import STATISTICS, DeviceUse, PassReport, UpdateReport
-from moerl.contract.trajectory import TURN_REWARDS, FinishReason, ModelSpec, Trajectory
-from moerl.orchestration.episode_metrics import episode_metrics
+from moerl.contract.spans import is_of_episode
+from moerl.contract.trainer import DeviceUse, UpdateReport
+from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory, TurnKind
 from moerl.telemetry.devices import peak_flops
-from moerl.telemetry.metrics import is_reward_name, named_reward_metric, score_metrics
+from moerl.telemetry.metrics import agent_reward_metric, is_reward_name, named_reward_metric, score_metrics
 
 MAX_RATIO_SAMPLES = 1_000_000
+ENVIRONMENT_SECONDS = "environment_seconds"
+"""Key of `Trajectory.timings` that the first session of every played episode has."""
+MAX_AGENTS = 8
+"""Agents whose reward is reported: those with most sessions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,33 +55,6 @@ class RowTable:
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
         return cls(*np.ascontiguousarray(rows_RC.T))
-
-
-class StepTotals:
-    """Totals of the updates of one step, over all ranks."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        layers = spec.num_moe_layers
-        self.tables: list[NDArray[np.float32]] = []
-        self.updates: list[UpdateReport] = []
-        self.losses: list[float] = []
-        self.verified = 0
-        self.unproved = 0
-        self.load_LE = np.zeros((layers, spec.num_experts), np.int64)
-        self.agreement_LS = np.zeros((layers, len(STATISTICS)), np.float64)
-        self.live_rows_L = np.zeros(layers, np.int64)
-
-    def add(self, report: PassReport) -> None:
-        """Adds one update."""
-        assert report.update is not None
-        self.tables.append(report.rows_RC)
-        self.updates.append(report.update)
-        if report.loss_sum is not None:
-            self.losses.append(report.loss_sum)
-        self.verified += report.rows_verified
-        self.load_LE += report.load_LE
-        self.agreement_LS += report.agreement_LS
-        self.live_rows_L += report.live_rows_L
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
@@ -174,6 +152,48 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics of the episodes of a batch; empty if it has none: no trajectory was played, and none has
+    several turns."""
+    if not any(is_of_episode(each) or ENVIRONMENT_SECONDS in each.timings for each in trajectories):
+        return {}
+    turns, sessions = Counter[str](), Counter[str]()
+    seconds = dict[str, tuple[float, float]]()
+    for each in trajectories:
+        name = each.lineage.episode
+        turns[name] += len(each.sampled_turns)
+        sessions[name] += 1
+        environment, sampling = seconds.get(name, (0.0, 0.0))
+        seconds[name] = (
+            environment + each.timings.get(ENVIRONMENT_SECONDS, 0.0),
+            sampling + each.timings.get("sampling_seconds", 0.0),
+        )
+    spans = (turn for each in trajectories for turn in each.turns)
+    observed = sum(turn.end - turn.start for turn in spans if turn.kind is TurnKind.OBSERVATION)
+    sampled = sum(each.num_sampled for each in trajectories)
+    in_environment, in_sampling = np.array([*seconds.values()]).mean(0).tolist()
+    return {
+        "episode/turns_mean": float(np.mean([*turns.values()])),
+        "episode/turns_max": float(max(turns.values())),
+        "episode/sessions_mean": float(np.mean([*sessions.values()])),
+        "episode/turn_tokens_mean": sampled / turns.total(),
+        "episode/observed_share": observed / (observed + sampled),
+        "episode/environment_seconds": in_environment,
+        "episode/sampling_seconds": in_sampling,
+        **_rewards_by_agent(trajectories),
+    }
+
+
+def _rewards_by_agent(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean reward of each agent that has a name; nothing if none has one."""
+    rewards: dict[str, list[float]] = {}
+    for each in trajectories:
+        if is_reward_name(each.lineage.agent_id) and "reward" in each.rewards:
+            rewards.setdefault(each.lineage.agent_id, []).append(each.rewards["reward"])
+    largest = sorted(rewards, key=lambda agent: (-len(rewards[agent]), agent))[:MAX_AGENTS]
+    return {agent_reward_metric(agent): float(np.mean(rewards[agent])) for agent in sorted(largest)}
+
+
 def load_metrics(expert_load_LE: NDArray[np.int64]) -> dict[str, float]:
     """Returns the balance of the experts in the worst layer: most and least loaded expert, divided by the mean."""
     mean_L = expert_load_LE.mean(1)
@@ -193,14 +213,14 @@ def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
     }
 
 
-def loss_metrics(losses: Sequence[float], num_tokens: int) -> dict[str, float]:
+def loss_metrics(loss_sum: float | None, num_tokens: int) -> dict[str, float]:
     """Returns the mean loss of a token; empty if the algorithm has no loss of each token.
 
     Args:
-        losses: sums over the tokens of each update.
+        loss_sum: sum over the tokens of all updates.
         num_tokens: trained tokens of all updates.
     """
-    return {"policy/loss": sum(losses) / num_tokens} if losses else {}
+    return {} if loss_sum is None else {"policy/loss": loss_sum / num_tokens}
 
 
 def device_metrics(devices: Sequence[DeviceUse]) -> dict[str, float]:

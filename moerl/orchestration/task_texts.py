@@ -6,7 +6,7 @@ Runs in the controller.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moerl.config.schema import SftConfig
 from moerl.contract.episodes import ExpertTask
@@ -67,7 +67,7 @@ def _with_work(task: Task, prompts: Sequence[Prompt], split: str) -> list[Prompt
     """Returns prompts as the model may see them: an evaluation can add the start of the work to held-out ones."""
     if split != "heldout" or not isinstance(task, WorkedTask):
         return list(prompts)
-    return [Prompt(prompt.prompt_id, prompt.text + task.work_prefix(prompt), prompt.facts) for prompt in prompts]
+    return [replace(prompt, text=prompt.text + task.work_prefix(prompt)) for prompt in prompts]
 
 
 def _encoded(task: Task, prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from moerl.contract.tokenizer import Tokenizer
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 from moerl.processes.child import Child, module_program
 from moerl.telemetry.terminal import excerpt
 
@@ -39,12 +39,6 @@ class Templates:
 
     def __init__(self) -> None:
         self._child: Child | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the process."""
@@ -138,7 +132,7 @@ def write_once(request: Request) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _write_once(request: str) -> str:
-    with Templates() as templates:
+    with closing(Templates()) as templates:
         return templates.write(json.loads(request))
 
 

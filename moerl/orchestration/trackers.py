@@ -47,7 +47,17 @@ class Trackers:
         """Waits until all trackers accept rows. Raises `ConfigError` if one does not, after ending all of them."""
         with undoing(lambda: [sink.end() for sink in self._sinks]):  # an interrupt, too, leaves no process behind
             for sink in self._sinks:
-                self._open(sink)
+                try:
+                    with writing(sink.log):
+                        sink.open()
+                except TrackerError as error:
+                    raise ConfigError(
+                        f"metrics.sinks: {sink.name} cannot be started",
+                        seen=str(error),
+                        expected="a tracker that takes rows",
+                        remedy=f"read {sink.log} and correct the settings of {sink.name}, or leave it out of"
+                        " metrics.sinks",
+                    ) from error
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda sink: sink.write(stage, step, metrics))
@@ -79,35 +89,20 @@ class Trackers:
         self._each(lambda sink: sink.close(failed=error is not None, seconds=seconds))
         self._sinks = []
 
-    def _open(self, sink: TrackerSink) -> None:
-        try:
-            with writing(sink.log):
-                sink.open()
-        except TrackerError as error:
-            raise ConfigError(
-                f"metrics.sinks: {sink.name} cannot be started",
-                seen=str(error),
-                expected="a tracker that takes rows",
-                remedy=f"read {sink.log} and correct the settings of {sink.name}, or leave it out of metrics.sinks",
-            ) from error
-
     def _each(self, tell: Callable[[TrackerSink], None]) -> None:
         for sink in list(self._sinks):
             try:
                 tell(sink)
             except TrackerError as error:
-                self._leave_out(sink, error)
-
-    def _leave_out(self, sink: TrackerSink, error: TrackerError) -> None:
-        self._sinks.remove(sink)
-        sink.end()
-        after = f" after {self._latest}" if self._latest else ""
-        text = (
-            f"{sink.name} failed{after}: {error}; it gets no more rows and may lack the latest, metrics.jsonl has all;"
-            f" log: {sink.log}"
-        )
-        self.failures.append(text)
-        self._say(f"WARNING: {text}")
+                self._sinks.remove(sink)
+                sink.end()
+                after = f" after {self._latest}" if self._latest else ""
+                text = (
+                    f"{sink.name} failed{after}: {error}; it gets no more rows and may lack the latest, metrics.jsonl"
+                    f" has all; log: {sink.log}"
+                )
+                self.failures.append(text)
+                self._say(f"WARNING: {text}")
 
 
 def start_trackers(metrics: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:

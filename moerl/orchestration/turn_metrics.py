@@ -6,46 +6,17 @@ Pure; numpy alone. Runs in the controller. Names, units and meanings: docs/metri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.spans import turn_numbers
 from moerl.contract.trajectory import TURN_REWARDS, Trajectory
+from moerl.orchestration.step_metrics import RowTable
 from moerl.telemetry.metrics import NUM_TURNS, turn_metric
 
 
-class TokenRows(Protocol):
-    """Rows of trained tokens, in any order: arrays [R]."""
-
-    @property
-    def sample(self) -> NDArray[np.float32]:
-        """Index of the token's trajectory."""
-        ...
-
-    @property
-    def position(self) -> NDArray[np.float32]:
-        """Position of the token in its trajectory."""
-        ...
-
-    @property
-    def trainer(self) -> NDArray[np.float32]:
-        """Trainer's log-prob, nats."""
-        ...
-
-    @property
-    def rollout(self) -> NDArray[np.float32]:
-        """Engine's log-prob, nats."""
-        ...
-
-    @property
-    def layers_differing(self) -> NDArray[np.float32]:
-        """MoE layers whose natural choice of experts was not the recorded one."""
-        ...
-
-
-def turn_metrics(updates: Sequence[tuple[Sequence[Trajectory], TokenRows]]) -> dict[str, float]:
+def turn_metrics(updates: Sequence[tuple[Sequence[Trajectory], RowTable]]) -> dict[str, float]:
     """Returns the metrics of turns 1 to `NUM_TURNS`; empty if no trajectory has several turns. Turns of a fork are
     counted from the beginning of the session it comes from.
 
@@ -84,7 +55,7 @@ def turn_metrics(updates: Sequence[tuple[Sequence[Trajectory], TokenRows]]) -> d
 
 
 def _numbers_of_rows(
-    trajectories: Sequence[Trajectory], numbers: Sequence[NDArray[np.int64]], table: TokenRows
+    trajectories: Sequence[Trajectory], numbers: Sequence[NDArray[np.int64]], table: RowTable
 ) -> NDArray[np.int64]:
     """Returns the number of the turn of each row, from 0: int64 [R]."""
     lengths = np.array([len(each) for each in trajectories])

@@ -205,10 +205,10 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from moerl.cli import main
-from moerl.config import recipes
+from moerl.config import help_text
 
 # Whoever gets as far as the task says what its recipe sets, which takes longest of all.
-recipes.recipe_values = functools.cache(recipes.recipe_values)
+help_text.recipe_values = functools.cache(help_text.recipe_values)
 ended = {}
 for line in json.load(sys.stdin):
     output = io.StringIO()

@@ -182,7 +182,7 @@ def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
         pytest.param(
             "moerl.orchestration.rollouts:Collector.dump", 2, "rollouts/step-000002.parquet", marks=pytest.mark.slow
         ),
-        ("moerl.orchestration.reporting:RunReporter.log", 6, "metrics.jsonl"),
+        ("moerl.orchestration.reporting:Reporter.log", 6, "metrics.jsonl"),
         pytest.param("moerl.orchestration.reporting:draw_curves", 1, "", marks=pytest.mark.slow),
     ],
     ids=["a dump", "metrics", "curves"],

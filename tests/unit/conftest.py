@@ -16,15 +16,16 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, b
     calls: list[tuple[str, RunConfig, bool | None]] = []
     fake = types.ModuleType("moerl.orchestration.commands")
 
-    def make(name: str):
+    def make(commands: tuple[str, ...]):
         def run(config: RunConfig, resume: bool | None = None, **settings: object) -> int:
-            calls.append((name, config, resume))
+            assert config.command in commands
+            calls.append((config.command, config, resume))
             return 0
 
         return run
 
-    for name in ("train", "sft", "rollout", "eval"):
-        setattr(fake, f"run_{name}", make(name))
+    for commands in (("train", "sft"), ("rollout",), ("eval",)):
+        setattr(fake, f"run_{commands[0]}", make(commands))
     monkeypatch.setitem(sys.modules, "moerl.orchestration.commands", fake)
     monkeypatch.setattr("moerl.orchestration.commands", fake, raising=False)
     return calls

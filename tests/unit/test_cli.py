@@ -144,7 +144,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
     write_hf_config(tmp_path, max_position_embeddings=40960)
     (tmp_path / "my.jsonl").write_text("{}\n")
     for name, command in cli.COMMANDS.items():
-        for line, _ in command.examples:
+        for line in command.examples:
             program, words = line.split(maxsplit=1)
             assert program == "moerl"
             assert words.startswith(f"{name} ")
@@ -162,7 +162,7 @@ def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert text.startswith("usage: moerl verify DUMP --model HF_DIR")
     assert "largest difference of two log-probs of one token, 0.0001 if not said" in text
-    for line, _ in cli.VERIFY.examples:
+    for line in cli.VERIFY.examples:
         options = verify_parser().parse_args(line.removeprefix("moerl verify ").split())
         assert options.tolerance == TOLERANCE_NATS
 

@@ -7,6 +7,7 @@ import math
 from moerl.config.architecture import describe_model
 from moerl.config.checks import LARGE_MODEL_PARAMETERS
 from moerl.config.ranks import RankConfig, cluster_cpus
+from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     HOST,
@@ -18,7 +19,6 @@ from moerl.config.run_memory import (
     places,
     server_problem,
 )
-from moerl.config.server_layout import check_nodes_of_servers
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note, all_of

@@ -13,9 +13,9 @@ from rich.console import Console
 from moerl.config.checks import config_notes
 from moerl.config.command_texts import LAUNCH_SLURM
 from moerl.config.compose import compose_values
+from moerl.config.help_text import recipe_text
 from moerl.config.hub_model import say_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, stored_run
-from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import LaunchConfig
 from moerl.errors import ConfigError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.checks import COMMANDS
-from moerl.config.foreign_keys import FOREIGN_KEYS, counterpart
+from moerl.config.foreign_keys import COUNTERPARTS, counterpart, trainer_of
 from moerl.config.load import load_config
 from moerl.config.reference import is_known
 from moerl.errors import ConfigError
 
-ALL = [(trainer, name, ours) for trainer, keys in FOREIGN_KEYS.items() for name, ours in keys.items()]
+ALL = [(trainer_of(name), name, ours) for ours, theirs in COUNTERPARTS.items() for name in theirs.split()]
 
 
 def error(override: str) -> str:

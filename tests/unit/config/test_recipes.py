@@ -10,8 +10,8 @@ from factories import write_hf_config
 from moerl import cli
 from moerl.algorithms.grpo import GRPO
 from moerl.config.command_texts import COMMANDS
+from moerl.config.help_text import recipe_text
 from moerl.config.load import load_config, load_plan
-from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError

@@ -10,6 +10,7 @@ from factories import QWEN3_30B, write_hf_config
 from tiny_moe import write_model
 
 from moerl.config.load import load_plan
+from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.run_memory import (
     GIB,
     GPU_OF_BOTH,
@@ -27,7 +28,6 @@ from moerl.config.run_memory import (
     server_problem,
 )
 from moerl.config.schema import RunConfig
-from moerl.config.server_layout import check_nodes_of_servers
 from moerl.errors import ConfigError
 from moerl.machine.residence import ALWAYS, ASLEEP, moments_on_device
 

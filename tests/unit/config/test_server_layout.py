@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.load import load_plan
+from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.rollouts import RolloutConfig
-from moerl.config.server_layout import check_nodes_of_servers
 from moerl.errors import ConfigError
 
 

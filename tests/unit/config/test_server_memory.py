@@ -9,10 +9,10 @@ from factories import QWEN3_30B, write_hf_config
 from published_models import DEEPSEEK_V3
 
 from moerl.config.architecture import describe_model
+from moerl.config.engine_memory import EngineMemory, cache_token_bytes, engine_needs, pool_tokens
 from moerl.config.load import load_plan
 from moerl.config.rollouts import CPU_POOL_TOKENS, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import EngineMemory, cache_token_bytes, engine_needs, pool_tokens
 from moerl.models.description import describe
 
 GIB = 2**30

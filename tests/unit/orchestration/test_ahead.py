@@ -11,7 +11,7 @@ import pytest
 from factories import make_trajectory
 
 from moerl.contract.trajectory import Trajectory
-from moerl.errors import ReplayError
+from moerl.errors import ReplayError, closing
 from moerl.orchestration.ahead import Ahead
 
 
@@ -35,7 +35,7 @@ def batch_of(size: int) -> list[Trajectory]:
 
 def test_the_batch_that_was_packed_ahead_is_not_packed_again():
     pack, batch = Pack(), batch_of(3)
-    with Ahead(lambda: batch, pack) as ahead:
+    with closing(Ahead(lambda: batch, pack)) as ahead:
         ahead.begin()
         assert ahead.packed(list(batch)) == ["minibatch of", batch]
         assert [name for _, name in pack.packed] == ["pack-ahead_0"]
@@ -48,7 +48,7 @@ def test_the_batch_that_was_packed_ahead_is_not_packed_again():
 def test_another_batch_than_the_one_packed_ahead_is_packed_now(other: int | None):
     pack, batch = Pack(), batch_of(3)
     upcoming = None if other is None else batch_of(other)
-    with Ahead(lambda: upcoming, pack) as ahead:
+    with closing(Ahead(lambda: upcoming, pack)) as ahead:
         ahead.begin()
         assert ahead.packed(batch) == ["minibatch of", batch]
     assert pack.packed[-1] == (batch, threading.current_thread().name)
@@ -57,7 +57,7 @@ def test_another_batch_than_the_one_packed_ahead_is_packed_now(other: int | None
 def test_a_batch_that_cannot_be_packed_is_refused_when_it_is_trained_and_no_other_is():
     pack, batch, other = Pack(), batch_of(3), batch_of(3)
     pack.refuses = batch
-    with Ahead(lambda: batch, pack) as ahead:
+    with closing(Ahead(lambda: batch, pack)) as ahead:
         ahead.begin()
         assert ahead.packed(other) == ["minibatch of", other]
         ahead.begin()

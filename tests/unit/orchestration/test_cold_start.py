@@ -11,7 +11,7 @@ import pytest
 
 from moerl.contract.sealed import seal
 from moerl.errors import CheckpointError
-from moerl.orchestration.cold_start import cold_start
+from moerl.orchestration.sft import cold_start
 from moerl.trainer.checkpoint import CheckpointStore, describe
 
 

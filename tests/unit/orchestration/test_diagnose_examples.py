@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = Path(__file__).parents[3] / "docs" / "routing_mismatch.md"
 COMMANDS = dict.fromkeys(
     [line.partition("#")[0].strip() for line in PAGE.read_text().splitlines() if line.startswith("moerl diagnose ")]
-    + [command for command, _ in DIAGNOSE.examples]
+    + [*DIAGNOSE.examples]
 )
 
 

@@ -72,9 +72,9 @@ def test_every_end_that_a_model_names_ends_its_responses(chat_model: Path, tmp_p
     quarantine = Quarantine(tmp_path, 1.0, spec=model.spec)
     collector = Collector(engine, cast(Task, Silent()), tokenizer, quarantine, 24, layers, ends, print)
     prompts = [Prompt("p", "1+1=")]
-    requests = collector.requests(prompts, run="t", count=32, sampling=SamplingParams(seed=3), prefixes={})
+    requests = collector.requests(prompts, run="t", count=32, sampling=SamplingParams(seed=3))
     last = set()
-    for trajectory in collector.collect(prompts, requests, "t", trainer_version=0, prefixes={}):
+    for trajectory in collector.collect(prompts, requests, "t", trainer_version=0):
         response = trajectory.token_ids[trajectory.sampled].tolist()
         assert not set(ends) & set(response[:-1])
         assert (trajectory.finish_reason == FinishReason.STOP) == (response[-1] in ends)

@@ -9,8 +9,7 @@ import pytest
 from factories import FULL, Layout, make_from_layout, make_trajectory
 
 from moerl.contract.trajectory import Lineage, Trajectory, TurnKind
-from moerl.orchestration.episode_metrics import MAX_AGENTS, episode_metrics
-from moerl.orchestration.step_metrics import rollout_metrics
+from moerl.orchestration.step_metrics import MAX_AGENTS, episode_metrics, rollout_metrics
 from moerl.telemetry.metrics import check_metrics
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moerl.config.load import load_config
 from moerl.contract.trajectory import SamplingParams
 from moerl.orchestration.evaluation import GREEDY_SAMPLE, SHOWN_CHARACTERS, Evaluation, sample_texts, score_rows
-from moerl.orchestration.reporting import RunReporter
+from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.rollouts import evaluation_sampling
 
 
@@ -85,7 +85,7 @@ def test_a_long_response_is_shown_by_its_start_and_its_end():
 
 def test_tensorboard_gets_the_samples_of_an_evaluation(tmp_path: Path):
     texts = sample_texts([row("a", 1.0), row("b", 0.0, of="programs")])
-    with RunReporter(tmp_path, "mine") as reporter:
+    with Reporter(tmp_path, "mine") as reporter:
         reporter.evaluated(2, {"dev": Evaluation(2, 0.5, 3.0, {"reward": 0.5}, samples=texts)}, {})
     events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation"))
     events.Reload()

@@ -75,7 +75,7 @@ def outcome(
     )
     asked = request()
     quarantine.expect([asked.lineage.rollout_id])
-    (found,) = gate.outcomes(cast(Any, Played)(fails), {"p": PROMPT}, [asked], lambda: 9, {})
+    (found,) = gate.outcomes(cast(Any, Played)(fails), {"p": PROMPT}, [asked], lambda: 9)
     return found, dict(counts), quarantine
 
 

@@ -10,14 +10,14 @@ import pytest
 from moerl.diagnostics.report.data import read_report
 from moerl.diagnostics.summary import RunSummary
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.reporting import RunReporter
+from moerl.orchestration.reporting import Reporter
 
 SUMMARY = RunSummary("mine", 1, 1, 10, 1.0, 1, 0)
 METRICS = {"mismatch/logprob_abs_mean": 0.001, "replay/rows_verified": 8.0}
 
 
 def finish(run_dir: Path, stage: str = "rl") -> None:
-    with RunReporter(run_dir, "mine", tensorboard=False) as reporter:
+    with Reporter(run_dir, "mine", tensorboard=False) as reporter:
         reporter.log(stage, 1, METRICS)
         reporter.finish(SUMMARY)
 
@@ -64,7 +64,7 @@ def test_the_three_accuracies_before_the_first_step_say_which_is_which(
         "cold_start": Evaluation(1000, 0.29, 20.1, {}),
         "cold_start_worked": Evaluation(1000, 0.66, 33.0, {}),
     }
-    with RunReporter(tmp_path, "mine", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "mine", tensorboard=False) as reporter:
         reporter.evaluated(0, measured, {})
     assert capsys.readouterr().out.splitlines() == [
         "step 0: accuracy 0.270 (greedy, 256 dev problems, looked at while it trains), 20.3 tokens",
@@ -83,7 +83,7 @@ def active(run_dir: Path) -> list[float]:
 def test_an_alert_is_said_once_with_its_remedy_and_counted_in_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    with RunReporter(tmp_path, "a run", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "a run", tensorboard=False) as reporter:
         for step, rows in enumerate((0.0, 4.0, 6.0, 0.0, 5.0), start=1):
             reporter.log("rl", step, {LIVE: rows})
     alerts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ALERT: ")]
@@ -93,11 +93,11 @@ def test_an_alert_is_said_once_with_its_remedy_and_counted_in_every_row(
 
 
 def test_a_run_that_goes_on_remembers_what_was_alarming(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with RunReporter(tmp_path, "a run", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "a run", tensorboard=False) as reporter:
         for step, count in enumerate((0.0, 3.0, 3.0), start=1):
             reporter.log("rl", step, {"quarantine/count": count})
     assert "ALERT" in capsys.readouterr().out
-    with RunReporter(tmp_path, "a run", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "a run", tensorboard=False) as reporter:
         reporter.rewind("rl", 2, evaluated=True)
         reporter.log("rl", 3, {"quarantine/count": 3.0})
     assert "ALERT" not in capsys.readouterr().out
@@ -105,6 +105,6 @@ def test_a_run_that_goes_on_remembers_what_was_alarming(tmp_path: Path, capsys: 
 
 
 def test_rows_of_other_stages_have_no_alerts(tmp_path: Path):
-    with RunReporter(tmp_path, "a run", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "a run", tensorboard=False) as reporter:
         reporter.log("sft", 1, {"sft/loss": 1.0})
     assert "alerts/active" not in (tmp_path / "metrics.jsonl").read_text()

@@ -13,7 +13,7 @@ from moerl.contract.batch import BatchTotals, TrainSample
 from moerl.contract.trainer import ROW_COLUMNS, PassReport
 from moerl.contract.trajectory import Lineage
 from moerl.orchestration.batches import Minibatch
-from moerl.orchestration.rl import is_proved, penalised_advantages
+from moerl.orchestration.rl import is_selected, penalised_advantages
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from moerl.orchestration.rl import is_proved, penalised_advantages
     [("every", [1, 2, 3, 4, 5, 6]), ("off", []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4])],
 )
 def test_updates_are_proved_every_time_every_nth_or_never(verify: str | int, proved: list[int]):
-    assert [update for update in range(1, 7) if is_proved(verify, update)] == proved
+    assert [update for update in range(1, 7) if is_selected(verify, update)] == proved
 
 
 def test_a_kl_in_the_reward_is_summed_over_each_rollout_wherever_its_rows_were_computed() -> None:

@@ -88,8 +88,8 @@ def collector(
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:
-    requests = collect_from.requests([PROMPT], run="t", count=count, sampling=SamplingParams(seed=7), prefixes={})
-    return collect_from.collect([PROMPT], requests, "step 9", trainer_version=9, prefixes={}), requests
+    requests = collect_from.requests([PROMPT], run="t", count=count, sampling=SamplingParams(seed=7))
+    return collect_from.collect([PROMPT], requests, "step 9", trainer_version=9), requests
 
 
 def test_a_reward_that_fails_quarantines_its_sample_and_the_others_go_on(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_each_trajectory_is_checked_once_and_not_again_when_it_gets_its_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     here = collector(tmp_path)
-    requests = here.requests([PROMPT], run="t", count=4, sampling=SamplingParams(seed=7), prefixes={})
+    requests = here.requests([PROMPT], run="t", count=4, sampling=SamplingParams(seed=7))
     engine = cast(Any, RecordedEngine(list(FakeEngine().generate(requests))))
     checked: list[Trajectory] = []
     check = trajectory_module.check_trajectory

@@ -20,8 +20,7 @@ from moerl.contract.quarantine import Refusal
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError, ContractError, ScoreError
 from moerl.orchestration.outcome import RolloutOutcome
-from moerl.orchestration.scorers import open_scorers
-from moerl.orchestration.scoring import Scoring
+from moerl.orchestration.scoring import Scoring, open_scorers
 from moerl.orchestration.step_metrics import rollout_metrics
 from moerl.rollout.tokenizers import read_tokenizer
 

@@ -62,7 +62,7 @@ def tokenizer(any_text: bool = True) -> PreTrainedTokenizerFast:
 
 def check(opened: Opened, made: PreTrainedTokenizerFast, command: str = "train", max_positions: int = 64) -> None:
     config, task = opened
-    check_prompts(task, made, text_use(config, command, max_positions))
+    check_prompts(task, made, text_use(config.model_copy(update={"command": command}), max_positions))
 
 
 def refusal(opened: Opened, *, any_text: bool = True, max_positions: int = 64, command: str = "train") -> str:
@@ -162,7 +162,7 @@ def test_the_remedy_for_too_few_problems_can_be_copied(open_jsonl: Open):
 
 def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
     open_jsonl([row(i) for i in range(200)])
-    [line] = [line for line, _ in COMMANDS["train"].examples if "task=jsonl" in line]
+    [line] = [line for line in COMMANDS["train"].examples if "task=jsonl" in line]
     config = load_config(line.split()[2:], command="train")
     task = config.task.open()
     assert isinstance(task, JsonlTask)

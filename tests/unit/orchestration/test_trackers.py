@@ -11,7 +11,7 @@ from waiting import is_alive
 
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import ConfigError
-from moerl.orchestration.reporting import RunReporter
+from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.trackers import without_secrets
 
 SUMMARY = RunSummary("tiny", 1, 3, 0, 1.0, 1, 0)
@@ -26,7 +26,7 @@ def test_a_tracker_that_fails_is_said_once_and_at_the_end_and_the_run_goes_on(
     failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, sound = make_sink(tmp_path / "broken", failure), make_sink(tmp_path / "sound")
-    with RunReporter(tmp_path, "a run", trackers=[broken, sound]) as reporter:
+    with Reporter(tmp_path, "a run", trackers=[broken, sound]) as reporter:
         for step in (1, 2, 3):
             reporter.log("rl", step, {"reward/mean": 0.1})
             reporter.sync()
@@ -44,7 +44,7 @@ def test_a_tracker_that_fails_is_said_once_and_at_the_end_and_the_run_goes_on(
 
 def test_a_tracker_that_cannot_be_started_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     sound, broken = make_sink(tmp_path / "sound"), make_sink(tmp_path / "broken", "open")
-    with pytest.raises(ConfigError) as caught, RunReporter(tmp_path, "a run", trackers=[sound, broken]):
+    with pytest.raises(ConfigError) as caught, Reporter(tmp_path, "a run", trackers=[sound, broken]):
         pass
     assert "metrics.sinks: wandb cannot be started; seen: RuntimeError: no such project" in str(caught.value)
     assert str(broken.log) in str(caught.value)
@@ -53,7 +53,7 @@ def test_a_tracker_that_cannot_be_started_ends_the_run_and_leaves_no_process(tmp
 
 
 def test_a_run_that_ends_by_an_error_is_a_failed_one_in_its_trackers(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), RunReporter(tmp_path, "a run", trackers=[make_sink(tmp_path / "one")]):
+    with pytest.raises(RuntimeError), Reporter(tmp_path, "a run", trackers=[make_sink(tmp_path / "one")]):
         raise RuntimeError
     assert told(tmp_path / "one", "finished") == [1]
 
@@ -65,7 +65,7 @@ def test_whoever_interrupts_a_run_does_not_wait_for_a_tracker_that_hangs(
     sink = make_sink(tmp_path / "one", "1:hang")
 
     def run() -> None:
-        with RunReporter(tmp_path, "a run", trackers=[sink]) as reporter:
+        with Reporter(tmp_path, "a run", trackers=[sink]) as reporter:
             reporter.log("rl", 1, {"reward/mean": 0.1})
             raise KeyboardInterrupt
 
@@ -75,11 +75,11 @@ def test_whoever_interrupts_a_run_does_not_wait_for_a_tracker_that_hangs(
 
 
 def test_a_tracker_that_a_run_gets_when_it_goes_on_is_told_the_rows_so_far(tmp_path: Path) -> None:
-    with RunReporter(tmp_path, "a run", trackers=[make_sink(tmp_path / "old")]) as reporter:
+    with Reporter(tmp_path, "a run", trackers=[make_sink(tmp_path / "old")]) as reporter:
         for step in (1, 2, 3):
             reporter.log("rl", step, {"reward/mean": step / 10})
     sinks = [make_sink(tmp_path / "old"), make_sink(tmp_path / "new")]
-    with RunReporter(tmp_path, "a run", trackers=sinks) as reporter:
+    with Reporter(tmp_path, "a run", trackers=sinks) as reporter:
         reporter.rewind("rl", 2, evaluated=True)
         reporter.log("rl", 3, {"reward/mean": 0.3})
     assert [row["rl/step"] for row in told(tmp_path / "new")] == [1, 2, 3]
@@ -88,7 +88,7 @@ def test_a_tracker_that_a_run_gets_when_it_goes_on_is_told_the_rows_so_far(tmp_p
 
 
 def test_a_run_without_tensorboard_writes_no_events(tmp_path: Path) -> None:
-    with RunReporter(tmp_path, "a run", tensorboard=False) as reporter:
+    with Reporter(tmp_path, "a run", tensorboard=False) as reporter:
         reporter.log("rl", 1, {"reward/mean": 0.1})
     assert not (tmp_path / "tensorboard").exists()
 

@@ -18,6 +18,7 @@ from tiny_moe import write_model
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
+from moerl.errors import closing
 from moerl.launch.sweeps.hosts import LocalHost, SweepJob
 from moerl.orchestration.templates import Templates
 from moerl.processes.child import Child
@@ -202,7 +203,7 @@ def test_a_process_of_chat_templates_is_spared() -> None:
         "values": {},
         "messages": [{"role": "user", "content": "hello"}],
     }
-    with signals_to_children(), Templates() as templates:
+    with signals_to_children(), closing(Templates()) as templates:
         assert templates.variables("{{ a }}") == {"a"}
         assert templates.write({**request, "tools": [], "ask": False, "day": None}) == "hello"
 
