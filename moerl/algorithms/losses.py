@@ -1,5 +1,5 @@
-"""Losses per token, their KL terms, and their reduction to the number that is differentiated. Runs in trainer processes,
-once per microbatch.
+"""Losses per token, their KL terms, and their reduction to the number that is differentiated. Runs in trainer
+processes, once per microbatch.
 
 The KL penalty is exact (`moerl.kernels`: a sum over the kept set or over the full vocabulary). `k3_estimate` serves
 metrics, for which only the log-probs of the sampled tokens are at hand.

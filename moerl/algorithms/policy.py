@@ -28,8 +28,8 @@ class Sequences:
     num_rows_N: Tensor
     """int64; rows of each sequence on this rank, which stand side by side. A sequence of pad rows counts, too."""
     add_parts: Callable[[Tensor], None] | None = None
-    """Function that adds float64 [N] in place over the ranks that hold the other rows of the same sequences, a collective
-    of these ranks; None if every sequence lies on this rank completely."""
+    """Function that adds float64 [N] in place over the ranks that hold the other rows of the same sequences, a
+    collective of these ranks; None if every sequence lies on this rank completely."""
 
     def row_ids(self) -> Tensor:
         """Returns for each row the number of its sequence in the microbatch: int64 [T]. All ranks that share the

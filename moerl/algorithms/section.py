@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Section):
-    """Algorithm that turns rewards into advantages, and log-probs into a loss (`moerl.algorithms.policy.PolicyObjective`).
-    A subclass gives `name` a literal type and adds its keys."""
+    """Algorithm that turns rewards into advantages, and log-probs into a loss; a `PolicyObjective`. A subclass gives
+    `name` a literal type and adds its keys."""
 
     name: Any
     """Value of `algorithm.name` that chooses the subclass."""
