@@ -28,10 +28,9 @@ from torch import Tensor
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels import device_pairs, products, sparse_triton
 from moerl.kernels.device_scores import write_pair_gradients
-from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.plan import DeviceListed, Rows, ScorePlan, plan_rows
 from moerl.kernels.scores import score_kept
-from moerl.kernels.vocab_parallel import VocabShard
 
 PATHS = {"rare": 1e-6, "common": 1e6}
 """Values of DENSE_ADVANTAGE that make every listed id rare, or common."""

@@ -38,11 +38,11 @@ from torch import Tensor
 
 from moerl.kernels.full import FullRows
 from moerl.kernels.full_kl import kl_full
-from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows
+from moerl.kernels.head import Head, HeadInputs, VocabShard
+from moerl.kernels.kept import KeptRows, kept_arrays
 from moerl.kernels.plan import Rows, ScorePlan, plan_full, plan_rows
 from moerl.kernels.scores import score_full, score_kept
-from moerl.kernels.vocab_parallel import VocabShard
+from moerl.kernels.transfer import transfer
 
 LOGPROB_LIMIT = 1e-4
 """Nats; of sums in float32 over products of bfloat16 numbers, in two orders."""
@@ -102,7 +102,8 @@ class Inputs:
         return Head(weight_VH, VocabShard.from_group(num_vocab, num_vocab, None)).enter(hidden_TH)
 
     def keep_mask(self) -> Tensor:
-        rows = KeptRows.from_csr(self.case.kept, self.case.kept.sizes > 0, self.hidden_TH.device)
+        arrays = kept_arrays(self.case.kept, self.case.kept.sizes > 0)
+        rows = KeptRows(**transfer(arrays, self.hidden_TH.device))
         mask_TV = torch.zeros(len(self.hidden_TH), len(self.weight_VH), dtype=torch.bool, device=rows.rows.device)
         mask_TV[rows.rows, rows.ids] = True
         return mask_TV

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from moerl.contract.array_codec import array_bytes, pack_kept_ids, read_array, read_kept_ids
 from moerl.contract.trajectory import KeptSets
-from moerl.kernels.kept import KeptRows
+from moerl.kernels.kept import KeptRows, kept_arrays
+from moerl.kernels.transfer import transfer
 
 NUM_ROWS, NUM_PAIRS, GOAL, DEVICE = 8192, 11, 20.0, "cpu"
 
@@ -44,7 +45,8 @@ def vectorised(wire: Wire) -> KeptRows:
     sizes = read_array(wire.sizes, np.uint16, NUM_ROWS, "kept_sizes")
     offsets = np.zeros(NUM_ROWS + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    return KeptRows.from_csr(KeptSets(offsets, read_kept_ids(wire.ids, offsets)), sizes > 0, DEVICE)
+    kept = KeptSets(offsets, read_kept_ids(wire.ids, offsets))
+    return KeptRows(**transfer(kept_arrays(kept, sizes > 0), torch.device(DEVICE)))
 
 
 def per_row_decode(wire: Wire) -> KeptRows:

@@ -33,11 +33,10 @@ from _report import Result, command_line, json_argument, report
 from torch import Tensor
 
 from moerl.kernels import pairs
-from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.plan import Rows, plan_rows
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.segments import SortedPairs
-from moerl.kernels.vocab_parallel import VocabShard
 
 WIDTH = 2048
 TURNS_BY_ROWS = {512: 3, 2048: 1}

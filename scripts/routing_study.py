@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from moerl.algorithms.mismatch import mismatch_sums
+from moerl.algorithms.mismatch import mismatch
 from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.disk import read_parquet
@@ -207,7 +207,7 @@ def _request(trajectory: Trajectory, ends: tuple[int, ...]) -> RolloutRequest:
 
 
 def _mismatch(logprobs: torch.Tensor, rollout: torch.Tensor) -> dict[str, float]:
-    return mismatch_sums(logprobs, rollout, torch.ones_like(rollout, dtype=torch.bool)).finalize()
+    return mismatch(logprobs.cpu().numpy(), rollout.numpy())
 
 
 def _distance(

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels import device_pairs, pairs
-from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows
+from moerl.kernels.head import Head, HeadInputs, VocabShard
+from moerl.kernels.kept import KeptRows, kept_arrays
 from moerl.kernels.plan import Rows, plan_rows
 from moerl.kernels.scores import FullScores, KeptScores, score_full, score_kept
-from moerl.kernels.vocab_parallel import VocabShard
+from moerl.kernels.transfer import transfer
 
 VOCAB, PADDED, WIDTH = 37, 40, 24
 WHOLE = VocabShard.from_group(VOCAB, PADDED, None)
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def kept(self) -> KeptRows:
-        return KeptRows.from_csr(self.sets, self.sets.sizes > 0, "cpu")
+        return kept_rows(self.sets, self.sets.sizes > 0)
 
     def inputs(self) -> HeadInputs:
         return Head(self.weight, WHOLE).enter(self.hidden)
@@ -67,6 +68,11 @@ class Case:
     def score_full(self) -> FullScores:
         rows = Rows.open(self.targets.numpy(), self.temperatures.numpy())
         return score_full(self.inputs(), plan_rows(rows, self.inputs()))
+
+
+def kept_rows(sets: KeptSets, truncated: NDArray[np.bool_]) -> KeptRows:
+    """Returns kept sets as a plan has them on a CPU."""
+    return KeptRows(**transfer(kept_arrays(sets, truncated), torch.device("cpu")))
 
 
 def make_case(sizes: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Case:

@@ -12,9 +12,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from moerl.algorithms.group_policy import GroupPolicy
-from moerl.algorithms.policy import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens
+from moerl.algorithms.policy import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens, Sequences
 from moerl.algorithms.registry import AlgorithmConfig
-from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals
 
 FOLDER = Path(__file__).parents[1] / "configs" / "algorithm"

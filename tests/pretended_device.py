@@ -44,7 +44,6 @@ STAND_INS = (
     "moerl.kernels.host",
     "moerl.kernels.pairs",
     "moerl.kernels.routing",
-    "moerl.kernels.sparse_torch",
     "moerl.trainer.attention",
     "moerl.trainer.experts",
     "moerl.trainer.norm",

@@ -6,7 +6,9 @@ legend: t rows of a router call, E experts, K experts per token.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -50,12 +52,11 @@ def differs(own_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
     return ~chosen_tE.scatter_(1, own_tK, True).gather(1, recorded_tK).all(1)
 
 
-def summarize(sums_LS: Tensor) -> dict[str, list[float]]:
-    """Returns the share of flips, mean Jaccard similarity and mean margins per layer, from sums over all ranks [L, 5].
-
-    A mean over nothing is 0.
-    """
-    rows_L, flips_L, jaccard_L, at_flips_L, elsewhere_L = sums_LS.double().unbind(1)
+def summarize(sums_LS: NDArray[np.float64], *, over_layers: bool = False) -> dict[str, list[float]]:
+    """Returns the share of flips, mean Jaccard similarity and mean margins, from sums over all ranks [L, 5]: a number
+    for each layer, or one for all layers together. A mean over nothing is 0."""
+    sums = torch.from_numpy(sums_LS)
+    rows_L, flips_L, jaccard_L, at_flips_L, elsewhere_L = (sums.sum(0, keepdim=True) if over_layers else sums).unbind(1)
     return {
         "disagreement": (flips_L / rows_L.clamp(min=1)).tolist(),
         "jaccard": (jaccard_L / rows_L.clamp(min=1)).tolist(),

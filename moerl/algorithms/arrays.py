@@ -1,22 +1,19 @@
 """The controller's part of algorithms: advantages, facts and statistics of trajectories and numpy arrays.
 
 The only place at which the controller comes to tensors. Functions load torch when they are called; importing this
-module does not. Shape legend as in `moerl.algorithms.tensors`.
+module does not. Shape legend: B = rollouts of a batch, R = trained tokens of an update, L = MoE layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.algorithms.section import Algorithm
 from moerl.contract.batch import TrainSample
 from moerl.contract.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from moerl.algorithms.toolbox import Algorithm
 
 
 def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
@@ -59,28 +56,23 @@ def batch_facts(samples: Sequence[TrainSample], algorithm: Algorithm) -> dict[st
 
 
 def mismatch(trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the distance of the trainer's log-probs from the engine's, as `MismatchSums.finalize` names it."""
-    from moerl.algorithms.tensors import mismatch_of
+    """Returns `moerl.algorithms.mismatch.mismatch`: the distance of the trainer's log-probs from the engine's."""
+    from moerl.algorithms import mismatch
 
-    return mismatch_of(trainer_R, rollout_R)
+    return mismatch.mismatch(trainer_R, rollout_R)
 
 
 def ratio_quantiles(
     trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32], max_samples: int
 ) -> dict[str, float]:
-    """Returns quantiles of the ratio trainer over rollout, of at most `max_samples` tokens."""
-    from moerl.algorithms.tensors import quantiles_of
+    """Returns `moerl.algorithms.mismatch.ratio_quantiles`, of the ratio trainer over rollout."""
+    from moerl.algorithms import mismatch
 
-    return quantiles_of(trainer_R, rollout_R, max_samples)
+    return mismatch.ratio_quantiles(trainer_R, rollout_R, max_samples)
 
 
 def agreement(sums_LS: NDArray[np.float64], *, over_layers: bool = False) -> dict[str, list[float]]:
-    """Returns how often routers would have chosen other experts, by name: a number for each layer, or one for all
-    layers together.
+    """Returns `moerl.algorithms.agreement.summarize`: how often routers would have chosen other experts, by name."""
+    from moerl.algorithms.agreement import summarize
 
-    Args:
-        sums_LS: sums over all ranks, as in `moerl.algorithms.agreement`.
-    """
-    from moerl.algorithms.tensors import agreement_of
-
-    return agreement_of(sums_LS, over_layers=over_layers)
+    return summarize(sums_LS, over_layers=over_layers)

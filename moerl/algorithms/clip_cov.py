@@ -45,7 +45,8 @@ class ClipCov(GroupPolicy):
     def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
         from moerl.algorithms import toolbox
 
-        found = toolbox.clipped_policy_loss(rows, weights_T, self.clip_low, self.clip_high)
+        log_ratio_T = toolbox.log_ratio(rows)
+        found = toolbox.clipped_policy_loss(rows, weights_T, log_ratio_T, self.clip_low, self.clip_high)
         cov_T = toolbox.row_covariances(rows)
         eligible_T = (cov_T > self.cov_low) & (cov_T < self.cov_high) & ~found.clipped_T
         left_out_T = eligible_T & (rows.draws_T < rows.totals.facts[_PROBABILITY])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from moerl.algorithms.section import AlgorithmSection
+from moerl.algorithms.section import Algorithm
 from moerl.contract.demands import MAX_NAMES
 from moerl.errors import ConfigError
 from moerl.sections import FunctionName
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Options = dict[str, bool | int | float | str]
 
 
-class Custom(AlgorithmSection):
+class Custom(Algorithm):
     """Algorithm of two functions of the user's: ``loss(rows, **loss_options)`` returns a `PolicyLoss`,
     ``advantages(batch, **advantages_options)`` a float tensor [B], or [N] for all sampled tokens. Both run unconfined
     in processes of moerl itself."""

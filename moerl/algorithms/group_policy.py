@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from moerl.algorithms.section import AlgorithmSection
+from moerl.algorithms.section import Algorithm
 from moerl.errors import ConfigError
 from moerl.sections import Count, NonNegative, Positive
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, Tensor, TokenLosses
 
 
-class GroupPolicy(AlgorithmSection):
+class GroupPolicy(Algorithm):
     """Settings that all built-in algorithms have. A subclass gives `name` its literal type and computes
     `token_losses`."""
 
@@ -100,95 +100,53 @@ class GroupPolicy(AlgorithmSection):
 
     def check(self, *, group_size: int, minibatches: int) -> None:
         """Refuses combinations of keys that say nothing, or that contradict each other."""
-        for wrong, keys, expected in self._contradictions(group_size, minibatches):
-            if wrong:
-                others = " and ".join(f"algorithm.{key}" for key in keys[1:]) or "the other settings"
-                raise ConfigError(
-                    f"algorithm.{keys[0]}: does not go with {others}",
-                    seen=", ".join(f"{key}={getattr(self, key)}" for key in keys),
-                    expected=expected,
-                    remedy="change one of them; docs/algorithms.md lists combinations that have a name",
+        for keys, expected in self._contradictions(group_size, minibatches):
+            others = " and ".join(f"algorithm.{key}" for key in keys[1:]) or "the other settings"
+            raise ConfigError(
+                f"algorithm.{keys[0]}: does not go with {others}",
+                seen=", ".join(f"{key}={getattr(self, key)}" for key in keys),
+                expected=expected,
+                remedy="change one of them; docs/algorithms.md lists combinations that have a name",
+            )
+
+    def _contradictions(self, group_size: int, minibatches: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yields keys that contradict each other, and what to set instead."""
+        if self.whiten and self.normalize_std:
+            yield ("whiten", "normalize_std"), "one of them: deviations of the batch or of each group"
+        if self.pass_k is not None:
+            if self.baseline != "mean" or self.normalize_std:
+                expected = (
+                    "baseline=mean and normalize_std=false, which stand for nothing there: pass@k has its own baseline"
                 )
-
-    def _contradictions(self, group_size: int, minibatches: int) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-        """Yields, for each rule, whether its keys contradict each other, the keys, and what to set instead."""
-        yield from (
-            (
-                self.whiten and self.normalize_std,
-                ("whiten", "normalize_std"),
-                "one of them: deviations of the batch or of each group",
-            ),
-            (
-                self.pass_k is not None and (self.baseline != "mean" or self.normalize_std),
-                ("pass_k", "baseline", "normalize_std"),
-                "baseline=mean and normalize_std=false, which stand for nothing there: pass@k has its own baseline",
-            ),
-            (
-                self.pass_k is not None and self.pass_k > group_size,
-                ("pass_k",),
-                f"at most {group_size}, the responses of a group that are trained",
-            ),
-            (
-                self.pass_k is not None and self.credit != "episode",
-                ("pass_k", "credit"),
-                "credit=episode: pass@k is of whole episodes",
-            ),
-            (
-                self.credit == "turn" and self.kl_in == "reward",
-                ("credit", "kl_in"),
-                "kl_in=loss: the KL of a response is not divided into turns",
-            ),
-            (
-                self.baseline == "none" and self.normalize_std,
-                ("baseline", "normalize_std"),
-                "normalize_std=false without a baseline: equal rewards have a deviation of 0",
-            ),
-            (
-                (self.overlong_buffer is None) != (self.overlong_limit is None),
-                ("overlong_buffer", "overlong_limit"),
-                "both or neither",
-            ),
-            (
-                (self.overlong_buffer or 0) > (self.overlong_limit or 0),
-                ("overlong_buffer", "overlong_limit"),
-                "a buffer of at most overlong_limit",
-            ),
-        )
-        yield from self._contradictions_of_the_loss(minibatches)
-
-    def _contradictions_of_the_loss(self, minibatches: int) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-        yield from (
-            (
-                (self.reduction == "constant") != (self.reduction_length is not None),
-                ("reduction", "reduction_length"),
-                "a reduction_length with reduction=constant, and only with it",
-            ),
-            (
-                self.importance == "off" and (self.importance_outside == "drop" or self.importance_floor > 0.0),
-                ("importance", "importance_outside", "importance_floor"),
-                "importance_outside=clip and importance_floor=0 if there is no weight",
-            ),
-            (
-                self.importance_outside == "drop" and self.importance_cap == 1.0,
-                ("importance_outside", "importance_cap"),
-                "a cap above 1 if weights beyond it are dropped: with 1, that is about half of all",
-            ),
-            (
-                self.proximal == "interpolated" and minibatches == 1,
-                ("proximal",),
-                "rl.minibatches above 1: with one update per batch the proximal log-probs are the trainer's own",
-            ),
-            (
-                self.kl_in == "reward" and type(self).batch_facts is not AlgorithmSection.batch_facts,
-                ("kl_in", "name"),
-                "kl_in=loss: covariances are taken from advantages before any pass",
-            ),
-            (
-                self.kl_in == "reward" and self.kl_coef == 0.0,
-                ("kl_in", "kl_coef"),
-                "a kl_coef above 0, or kl_in=loss",
-            ),
-        )
+                yield ("pass_k", "baseline", "normalize_std"), expected
+            if self.pass_k > group_size:
+                yield ("pass_k",), f"at most {group_size}, the responses of a group that are trained"
+            if self.credit != "episode":
+                yield ("pass_k", "credit"), "credit=episode: pass@k is of whole episodes"
+        if self.credit == "turn" and self.kl_in == "reward":
+            yield ("credit", "kl_in"), "kl_in=loss: the KL of a response is not divided into turns"
+        if self.baseline == "none" and self.normalize_std:
+            expected = "normalize_std=false without a baseline: equal rewards have a deviation of 0"
+            yield ("baseline", "normalize_std"), expected
+        if (self.overlong_buffer is None) != (self.overlong_limit is None):
+            yield ("overlong_buffer", "overlong_limit"), "both or neither"
+        if (self.overlong_buffer or 0) > (self.overlong_limit or 0):
+            yield ("overlong_buffer", "overlong_limit"), "a buffer of at most overlong_limit"
+        if (self.reduction == "constant") != (self.reduction_length is not None):
+            yield ("reduction", "reduction_length"), "a reduction_length with reduction=constant, and only with it"
+        if self.importance == "off" and (self.importance_outside == "drop" or self.importance_floor > 0.0):
+            expected = "importance_outside=clip and importance_floor=0 if there is no weight"
+            yield ("importance", "importance_outside", "importance_floor"), expected
+        if self.importance_outside == "drop" and self.importance_cap == 1.0:
+            expected = "a cap above 1 if weights beyond it are dropped: with 1, that is about half of all"
+            yield ("importance_outside", "importance_cap"), expected
+        if self.proximal == "interpolated" and minibatches == 1:
+            expected = "rl.minibatches above 1: with one update per batch the proximal log-probs are the trainer's own"
+            yield ("proximal",), expected
+        if self.kl_in == "reward" and type(self).batch_facts is not Algorithm.batch_facts:
+            yield ("kl_in", "name"), "kl_in=loss: covariances are taken from advantages before any pass"
+        if self.kl_in == "reward" and self.kl_coef == 0.0:
+            yield ("kl_in", "kl_coef"), "a kl_coef above 0, or kl_in=loss"
 
     @property
     def reference_kl(self) -> Literal["kept", "full"] | None:
@@ -298,7 +256,9 @@ class GroupPolicy(AlgorithmSection):
         weights_T = toolbox.importance_weights(
             rows,
             self.importance,
-            toolbox.Bounds(self.importance_floor, self.importance_cap, self.importance_outside == "drop"),
+            self.importance_floor,
+            self.importance_cap,
+            drops=self.importance_outside == "drop",
         )
         if self.sequence_band is not None:
             weights_T = weights_T * toolbox.within_band(rows, self.sequence_band)

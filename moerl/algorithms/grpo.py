@@ -30,7 +30,8 @@ class GRPO(GroupPolicy):
     def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
         from moerl.algorithms import toolbox
 
-        return toolbox.clipped_policy_loss(rows, weights_T, self.clip_low, self.clip_high, self.dual_clip)
+        log_ratio_T = toolbox.log_ratio(rows)
+        return toolbox.clipped_policy_loss(rows, weights_T, log_ratio_T, self.clip_low, self.clip_high, self.dual_clip)
 
     def objective(self) -> str:
         dual = "" if self.dual_clip is None else f", at most -{self.dual_clip:g} A if A < 0"

@@ -31,7 +31,7 @@ class GSPO(GroupPolicy):
         from moerl.algorithms import toolbox
 
         mean_T = rows.sequence_sum(toolbox.log_ratio(rows)) / rows.sequence_lengths()
-        return toolbox.clipped_surrogate(rows, weights_T, mean_T, self.clip_low, self.clip_high)
+        return toolbox.clipped_policy_loss(rows, weights_T, mean_T, self.clip_low, self.clip_high)
 
     def objective(self) -> str:
         return f"-w min(s A, clip(s, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A), s of a response"

@@ -8,38 +8,35 @@ token was drawn from, and have no gradient.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from moerl.algorithms.losses import bounded
 from moerl.algorithms.policy import PolicyRows
-from moerl.algorithms.ratios import bounded
-
-Level = Literal["token", "sequence", "geometric", "off"]
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of importance weights."""
-
-    floor: float
-    """Smallest weight, at most 1; 0 = no lower bound."""
-    cap: float
-    """Largest weight, at least 1."""
-    drops: bool = False
-    """True if weights outside become 0; else they become the bound."""
 
 
 @torch.no_grad()
-def importance_weights(rows: PolicyRows, level: Level, bounds: Bounds) -> Tensor:
+def importance_weights(
+    rows: PolicyRows,
+    level: Literal["token", "sequence", "geometric", "off"],
+    floor: float,
+    cap: float,
+    *,
+    drops: bool = False,
+) -> Tensor:
     """Returns the weight of every token, within bounds: float32 [T].
 
     With d the log-ratio of a token: `exp(d)` at the level token; of a response, for all of its tokens, `exp(sum d)` at
     sequence and `exp(mean d)` at geometric; 1 at off. Clipped: truncated importance sampling (TIS: Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"). Dropped, 0 outside of the bounds: IcePop
     (Ling team 2025, "Every step evolves", arXiv:2510.18855).
+
+    Args:
+        floor: smallest weight, at most 1; 0 = no lower bound.
+        cap: largest weight, at least 1.
+        drops: True if weights outside become 0; else they become the bound.
     """
     if level == "off":
         return torch.ones_like(rows.proximal_logprobs_T)
@@ -49,9 +46,9 @@ def importance_weights(rows: PolicyRows, level: Level, bounds: Bounds) -> Tensor
     if level == "geometric":
         log_T = log_T / rows.sequence_lengths()
     weights_T = bounded(log_T).exp()
-    if bounds.drops:
-        return weights_T.masked_fill((weights_T < bounds.floor) | (weights_T > bounds.cap), 0.0)
-    return weights_T.clamp(bounds.floor, bounds.cap)
+    if drops:
+        return weights_T.masked_fill((weights_T < floor) | (weights_T > cap), 0.0)
+    return weights_T.clamp(floor, cap)
 
 
 @torch.no_grad()

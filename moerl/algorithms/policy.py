@@ -2,23 +2,70 @@
 
 The trainer calls `PolicyObjective.compute_loss` once per microbatch and knows nothing else of an algorithm; the
 controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
-rank holds, B = rollouts of a batch, N = sampled tokens of a batch.
+rank holds, B = rollouts of a batch, N = sampled tokens of a batch, in `Sequences` the sequences of a microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals
 
 KLSupport = Literal["kept", "full"]
 """Ids that an exact KL sums over: the kept set of each token, both models renormalised inside it (the full vocabulary
 if nothing was cut), or always the full vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The N sequences of a microbatch, in the order of their rows, as far as these lie on this rank."""
+
+    num_rows_N: Tensor
+    """int64; rows of each sequence on this rank, which stand side by side. A sequence of pad rows counts, too."""
+    add_parts: Callable[[Tensor], None] | None = None
+    """Function that adds float64 [N] in place over the ranks that hold the other rows of the same sequences, a
+    collective of these ranks; None if every sequence lies on this rank completely."""
+
+    def row_ids(self) -> Tensor:
+        """Returns for each row the number of its sequence in the microbatch: int64 [T]. All ranks that share the
+        sequence give it the same number."""
+        numbers_N = torch.arange(len(self.num_rows_N), device=self.num_rows_N.device)
+        return numbers_N.repeat_interleave(self.num_rows_N)
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """Returns for each row the sum of the values over all rows of its sequence, on all ranks: [T], dtype as given.
+
+        Added in float64, so neither packing nor layout changes the result by more than its last digit. The gradient
+        goes back to all rows of the sequence, on all ranks. A loss of which every rank adds its own rows is therefore
+        counted once. A collective if sequences are cut over ranks: all of these ranks must call it equally often, in
+        the same order, whatever the values are.
+        """
+        return _Sum.apply(values_T, self)  # type: ignore[return-value]
+
+    def spread(self, values_T: Tensor) -> Tensor:
+        """Returns `sum` without a gradient. It is its own transpose: the gradient of `sum` is `spread` of the
+        gradient."""
+        totals_N = torch.segment_reduce(values_T.double(), "sum", lengths=self.num_rows_N, initial=0.0, unsafe=True)
+        if self.add_parts is not None:
+            self.add_parts(totals_N)
+        # With `output_size` and `unsafe` torch reads no numbers from the device, so the host does not wait for it.
+        return totals_N.repeat_interleave(self.num_rows_N, output_size=len(values_T)).to(values_T.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return sequences.spread(values_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.sequences.spread(grads[0]), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,27 +174,3 @@ class RewardedBatch:
     rollout. None unless `Algorithm.kl_in_reward`."""
     scores_N: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By name float32 [N]; side scores of the sampled tokens. The names of `Algorithm.needs`."""
-
-
-class Algorithm(PolicyObjective, Protocol):
-    """Algorithm that turns rewards into advantages, and log-probs into a loss."""
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """True if advantages are computed from `RewardedBatch.kl_B`."""
-        ...
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the side scores that every trajectory must have."""
-        ...
-
-    def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        """Returns one advantage per rollout, for all its sampled tokens: float32 [B]. Unless `kl_in_reward`, it may be
-        one per sampled token instead, rollout by rollout: float32 [N]."""
-        ...
-
-    def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
-        """Returns finite numbers by name about all tokens of an optimizer step; `compute_loss` gets them in
-        `totals.facts`."""
-        ...

@@ -27,7 +27,13 @@ class SAPO(GroupPolicy):
     def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
         from moerl.algorithms import toolbox
 
-        return toolbox.gated_policy_loss(rows, weights_T, self.tau_positive, self.tau_negative)
+        mask_T = rows.loss_mask_T
+        advantages_T = rows.advantages_T.detach().masked_fill(~mask_T, 0.0)
+        is_positive_T = advantages_T > 0.0
+        tau_T = advantages_T.new_full(mask_T.shape, self.tau_negative).masked_fill(is_positive_T, self.tau_positive)
+        gate_T = (tau_T * (toolbox.bounded(toolbox.log_ratio(rows)).exp() - 1.0)).sigmoid() * 4.0 / tau_T
+        loss_T = -weights_T * gate_T * advantages_T
+        return toolbox.TokenLosses(loss_T.masked_fill(~mask_T, 0.0), mask_T & False)
 
     def objective(self) -> str:
         return f"-w 4 / tau sigmoid(tau (r - 1)) A, tau {self.tau_positive:g} if A > 0, else {self.tau_negative:g}"

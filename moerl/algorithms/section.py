@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens, Tensor
 
 
-class AlgorithmSection(Section):
-    """Base of every algorithm; offers `moerl.algorithms.policy.Algorithm`. A subclass gives `name` a literal type and
-    adds its keys."""
+class Algorithm(Section):
+    """Algorithm that turns rewards into advantages, and log-probs into a loss; a `PolicyObjective`. A subclass gives
+    `name` a literal type and adds its keys."""
 
     name: Any
     """Value of `algorithm.name` that chooses the subclass."""

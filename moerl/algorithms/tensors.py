@@ -1,7 +1,6 @@
-"""Tensors that algorithms and statistics get of trajectories and of numpy arrays. Loads torch: the controller calls it
-through `moerl.algorithms.arrays`.
+"""Tensors that algorithms get of trajectories. Loads torch: the controller calls it through `moerl.algorithms.arrays`.
 
-Shape legend: B = rollouts of a batch, N = their sampled tokens, R = trained tokens of an update, L = MoE layers.
+Shape legend: B = rollouts of a batch, N = their sampled tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.algorithms.agreement import summarize
-from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.algorithms.policy import RewardedBatch, SampledTokens
 from moerl.contract.batch import TrainSample
 from moerl.contract.demands import demand_scores
@@ -69,25 +66,6 @@ def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
     return SampledTokens(
         of_all(sample.advantages for sample in samples), of_all(s.trajectory.rollout_logprobs for s in samples)
     )
-
-
-def mismatch_of(trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the means, maximum and shares of `moerl.algorithms.mismatch.MismatchSums` over all tokens."""
-    all_R = torch.ones(len(trainer_R), dtype=torch.bool)
-    return mismatch_sums(torch.from_numpy(trainer_R), torch.from_numpy(rollout_R), all_R).finalize()
-
-
-def quantiles_of(trainer_R: NDArray[np.float32], rollout_R: NDArray[np.float32], max_samples: int) -> dict[str, float]:
-    """Returns quantiles of the ratio trainer over rollout, of at most `max_samples` tokens."""
-    all_R = torch.ones(len(trainer_R), dtype=torch.bool)
-    return ratio_quantiles(ratio_sample(torch.from_numpy(trainer_R), torch.from_numpy(rollout_R), all_R, max_samples))
-
-
-def agreement_of(sums_LS: NDArray[np.float64], *, over_layers: bool) -> dict[str, list[float]]:
-    """Returns `moerl.algorithms.agreement.summarize` of sums over all ranks: a number for each layer, or one for all
-    layers together."""
-    sums = torch.from_numpy(sums_LS)
-    return summarize(sums.sum(0, keepdim=True) if over_layers else sums)
 
 
 def _turn_rewards(trajectory: Trajectory) -> NDArray[np.float32]:

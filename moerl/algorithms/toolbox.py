@@ -6,36 +6,34 @@ user's own imports it as usual: ``from moerl.algorithms.toolbox import PolicyLos
 
 from torch import Tensor
 
-from moerl.algorithms.advantages import group_advantages, less_when_overlong, pass_at_k_advantages, whitened
-from moerl.algorithms.covariance import covariances, mean_facts, row_covariances
-from moerl.algorithms.credit import CreditUnits, credit_units
-from moerl.algorithms.importance import (
-    Bounds,
-    importance_weights,
-    on_policy_enough,
-    within_band,
+from moerl.algorithms.advantages import (
+    CreditUnits,
+    credit_units,
+    group_advantages,
+    less_when_overlong,
+    pass_at_k_advantages,
+    whitened,
 )
-from moerl.algorithms.kl import k3_estimate, kl_penalty
+from moerl.algorithms.covariance import covariances, mean_facts, row_covariances
+from moerl.algorithms.importance import importance_weights, on_policy_enough, within_band
 from moerl.algorithms.losses import (
     TokenLosses,
     binary_divergence,
+    bounded,
     clipped_policy_loss,
-    clipped_surrogate,
-    gated_policy_loss,
+    k3_estimate,
+    kl_penalty,
     log_ratio,
+    reduced,
+    token_mean,
 )
-from moerl.algorithms.policy import Algorithm, PolicyLoss, PolicyObjective, PolicyRows, RewardedBatch, SampledTokens
-from moerl.algorithms.ratios import bounded
-from moerl.algorithms.reduction import reduced, token_mean
+from moerl.algorithms.policy import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens
 from moerl.contract.batch import BatchTotals
 
 __all__ = [
-    "Algorithm",
     "BatchTotals",
-    "Bounds",
     "CreditUnits",
     "PolicyLoss",
-    "PolicyObjective",
     "PolicyRows",
     "RewardedBatch",
     "SampledTokens",
@@ -44,10 +42,8 @@ __all__ = [
     "binary_divergence",
     "bounded",
     "clipped_policy_loss",
-    "clipped_surrogate",
     "covariances",
     "credit_units",
-    "gated_policy_loss",
     "group_advantages",
     "importance_weights",
     "k3_estimate",

@@ -14,7 +14,7 @@ import numpy as np
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.partition import Pack, plan_packs
-from moerl.batching.prefixes import ForkFamily, PrefixFamily, alone, find_families, find_text_families
+from moerl.batching.prefixes import PrefixFamily, alone, find_families, find_text_families
 from moerl.batching.rows import Padding, SequenceRows, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
@@ -54,11 +54,6 @@ def pack_trajectories(
     return pack_for_ranks(samples, 1, options, replay=replay, uncaptured=uncaptured)[0]
 
 
-def pack_text(samples: Sequence[TextSample], options: PackOptions) -> list[Microbatch]:
-    """Packs supervised sequences for one rank."""
-    return pack_text_for_ranks(samples, 1, options)[0]
-
-
 def pack_for_ranks(
     samples: Sequence[TrainSample],
     num_ranks: int,
@@ -88,7 +83,7 @@ def pack_for_ranks(
     spec = _common_spec(samples)
     _refuse_repeated_rollouts(samples)
     num_rows = [len(sample.trajectory) - 1 for sample in samples]
-    families: Sequence[PrefixFamily | ForkFamily] = alone(len(samples))
+    families = alone(len(samples))
     if options.share_prompts:
         families = find_families(samples, options.padding, _most_rows(num_rows, num_ranks, options))
 
@@ -160,7 +155,7 @@ def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) ->
 
 
 def _pack(
-    families: Sequence[PrefixFamily | ForkFamily],
+    families: Sequence[PrefixFamily],
     num_rows: Sequence[int],
     rows_of: Callable[[int], SequenceRows],
     num_ranks: int,
@@ -168,6 +163,14 @@ def _pack(
     spec: ModelSpec | None,
 ) -> list[list[Microbatch]]:
     """Returns microbatches per rank. num_rows, rows_of: of every sample. spec: as in `build_microbatch`."""
+    unit, budget = options.padding.unit, options.token_budget
+    if unit > budget:
+        raise ConfigError(
+            "trainer.microbatch_tokens does not hold one padded row",
+            seen=f"{budget} tokens, padded to a multiple of {unit}",
+            expected=f"at least {unit}",
+            remedy="raise trainer.microbatch_tokens",
+        )
     sizes = [family.size(num_rows, options.padding) for family in families]
     costs = [family.cost(num_rows, options.padding, options.cost) for family in families]
 
@@ -177,24 +180,8 @@ def _pack(
             sequences += family.sequences([rows_of(i) for i in family.members], len(sequences))
         return build_microbatch(sequences, options.padding, spec, options.scores)
 
-    return [[build(pack) for pack in packs] for packs in _plan(sizes, costs, num_ranks, options)]
-
-
-def _plan(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, options: PackOptions) -> list[list[Pack]]:
-    """Returns packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows.
-
-    Args:
-        sizes: rows of each family, with their padding. costs: of each family.
-    """
-    padding, budget = options.padding, options.token_budget
-    if padding.unit > budget:
-        raise ConfigError(
-            "trainer.microbatch_tokens does not hold one padded row",
-            seen=f"{budget} tokens, padded to a multiple of {padding.unit}",
-            expected=f"at least {padding.unit}",
-            remedy="raise trainer.microbatch_tokens",
-        )
-    return plan_packs(sizes, costs, num_ranks, budget - budget % padding.unit, count_multiple=options.count_multiple)
+    plan = plan_packs(sizes, costs, num_ranks, budget - budget % unit, count_multiple=options.count_multiple)
+    return [[build(pack) for pack in packs] for packs in plan]
 
 
 def _refuse_repeated_rollouts(samples: Sequence[TrainSample]) -> None:

@@ -1,5 +1,4 @@
-"""Division of sequences into packs and of packs among ranks, by their lengths and costs alone. Pure functions; any
-process.
+"""Division of sequences into packs and of packs among ranks, by their lengths and costs alone. Pure; any process.
 
 A plan is judged by three numbers, in this order: microbatches per rank (each costs a full round of communication),
 the largest cost of a rank over the mean, and the cost of running in lockstep: microbatch i of every rank waits for the
@@ -9,15 +8,21 @@ slowest of them (expert parallelism over data-parallel ranks).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.batching.balance import Division
-
 Pack = list[int]
 """Indices of the sequences that share a microbatch, ascending."""
+
+CLOSE_ENOUGH = 1.02
+"""Largest cost of a rank over the mean at which the search stops."""
+
+# Every exchange looks at all pairs of sequences of two ranks; both limits only bound the time of hopeless cases.
+_MAX_EXCHANGES = 256
+_MAX_CANDIDATES = 512
+_MAX_PARTNERS = 4
 
 
 def plan_packs(
@@ -30,7 +35,7 @@ def plan_packs(
     2. That many packs are filled evenly in rows and cost (`fit`). If this leaves a sequence over, as it may with
        packs that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
     3. Packs go to ranks in groups of similar cost (`deal`).
-    4. Sequences are exchanged between the dearest rank and the cheap ones while that helps (`moerl.batching.balance`).
+    4. Sequences are exchanged between the dearest rank and the cheap ones while that helps (`Division`).
 
     Args:
         sizes: rows of each sequence, padding included. costs: of each sequence.
@@ -112,5 +117,78 @@ def deal(pack_costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
     return rank_of
 
 
-def _longest_first(rows: NDArray[Any]) -> list[int]:
+def _longest_first(rows: NDArray[np.int64]) -> list[int]:
     return np.argsort(-rows, kind="stable").tolist()
+
+
+@dataclass(slots=True)
+class Division:
+    """Sequences in packs, packs on ranks, and a local search for equal cost on all ranks. S = sequences, P = packs."""
+
+    rows: NDArray[np.int64]
+    """int64 [S]; rows of each sequence."""
+    cost: NDArray[np.float64]
+    """float64 [S]; cost of each sequence."""
+    pack_of: NDArray[np.int64]
+    """int64 [S]; pack of each sequence."""
+    rank_of: NDArray[np.int64]
+    """int64 [P]; rank of each pack, equally many packs per rank."""
+    capacity: int
+    """Most rows of a pack."""
+
+    @property
+    def pack_costs(self) -> NDArray[np.float64]:
+        """float64 [P]: cost of each pack."""
+        return np.bincount(self.pack_of, self.cost, len(self.rank_of))
+
+    @property
+    def rank_costs(self) -> NDArray[np.float64]:
+        """float64 [ranks]: cost of each rank."""
+        return np.bincount(self.rank_of, self.pack_costs)
+
+    def by_rank(self) -> list[list[int]]:
+        """Returns the packs of each rank, by falling cost."""
+        order = np.argsort(-self.pack_costs, kind="stable")
+        return [order[self.rank_of[order] == rank].tolist() for rank in range(int(self.rank_of.max()) + 1)]
+
+    def improve(self) -> None:
+        """Lowers the cost of the dearest rank until it is close enough to the mean or nothing helps.
+
+        One exchange gives a sequence of the dearest rank to one of the cheapest, for a cheaper sequence or for none,
+        such that both packs keep to the capacity. The pair that comes closest to halving the difference of the two
+        ranks is exchanged, which makes the dearer of the two cheaper.
+        """
+        for _ in range(_MAX_EXCHANGES):
+            costs = self.rank_costs
+            order = np.argsort(costs, kind="stable")
+            if costs[order[-1]] <= CLOSE_ENOUGH * costs.mean():
+                return
+            partners = order[: min(_MAX_PARTNERS, len(order) - 1)]
+            if not any(self._exchange(int(order[-1]), int(cheap), costs) for cheap in partners):
+                return
+
+    def _exchange(self, dear: int, cheap: int, costs: NDArray[np.float64]) -> bool:
+        pack_rows = np.bincount(self.pack_of, self.rows, len(self.rank_of)).astype(np.int64)
+        packs = np.flatnonzero(self.rank_of == cheap)
+        emptiest = packs[pack_rows[packs].argmin()]
+        given, taken = self._sequences(dear), self._sequences(cheap)
+        # The last candidate is no sequence at all, in the pack with the most room.
+        taken_rows, taken_cost = np.append(self.rows[taken], 0), np.append(self.cost[taken], 0.0)
+        taken_packs, given_packs = np.append(self.pack_of[taken], emptiest), self.pack_of[given]
+        shift_GT = self.rows[given][:, None] - taken_rows
+        gain_GT = self.cost[given][:, None] - taken_cost
+        gap = costs[dear] - costs[cheap]
+        allowed_GT = (gain_GT > 0) & (gain_GT < gap)
+        allowed_GT &= pack_rows[taken_packs] + shift_GT <= self.capacity
+        allowed_GT &= pack_rows[given_packs][:, None] - shift_GT <= self.capacity
+        if not allowed_GT.any():
+            return False
+        distance_GT = np.where(allowed_GT, np.abs(gain_GT - gap / 2), np.inf)
+        g, t = np.unravel_index(distance_GT.argmin(), distance_GT.shape)
+        self.pack_of[given[g]] = taken_packs[t]
+        if t < len(taken):
+            self.pack_of[taken[t]] = given_packs[g]
+        return True
+
+    def _sequences(self, rank: int) -> NDArray[np.int64]:
+        return np.flatnonzero(self.rank_of[self.pack_of] == rank)[:_MAX_CANDIDATES]

@@ -23,21 +23,25 @@ from moerl.contract.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class PrefixFamily:
-    """Samples that are packed together."""
+    """Samples that are packed together: they go on from rows of a prefix that is packed for all of them, or, as forks,
+    from rows of the first of them."""
 
     members: tuple[int, ...]
-    """Indices of the samples, ascending."""
-    num_shared: int = 0
-    """Rows that all members begin with; 0 for a sample alone."""
+    """Indices of the samples: ascending, or a session's sample and then its forks."""
+    nums_shared: tuple[int, ...]
+    """Rows of each member that are packed in front of it. Those of the first member are the prefix; if it has none, it
+    is a sample alone, or a session, and the others share rows with it, trained ones included."""
 
     def size(self, num_rows: Sequence[int], padding: Padding) -> int:
         """Returns the rows of the family with their padding; `num_rows`: of every sample."""
-        return self.num_shared + sum(padding.padded(num_rows[i] - self.num_shared) for i in self.members)
+        members = zip(self.members, self.nums_shared, strict=True)
+        return self.nums_shared[0] + sum(padding.padded(num_rows[i] - num_shared) for i, num_shared in members)
 
     def cost(self, num_rows: Sequence[int], padding: Padding, cost: SequenceCost) -> float:
-        """Returns the cost of the shared rows, once, and of the other rows of each member."""
-        shared = cost(self.num_shared)
-        return shared + sum(cost(padding.padded(num_rows[i])) - shared for i in self.members)
+        """Returns the cost of the prefix, once, and of what each member has alone."""
+        members = zip(self.members, self.nums_shared, strict=True)
+        alone = sum(cost(padding.padded(num_rows[i])) - cost(num_shared) for i, num_shared in members)
+        return cost(self.nums_shared[0]) + alone
 
     def sequences(self, rows: Sequence[SequenceRows], before: int) -> list[SequenceRows]:
         """Returns the sequences that are packed for the family.
@@ -45,53 +49,28 @@ class PrefixFamily:
         Args:
             rows: all rows of each member. before: sequences that stand before these in the microbatch.
         """
-        if not self.num_shared:
-            return list(rows)
-        key = shared_key(rows[0].key)
-        shared = rows[0].until(self.num_shared, key)
-        return [shared, *(each.after(self.num_shared, before, key) for each in rows)]
-
-
-@dataclass(frozen=True, slots=True)
-class ForkFamily:
-    """A session of an episode and forks of it, which go on from rows of the session itself, trained ones included."""
-
-    members: tuple[int, ...]
-    """Indices of the session's sample and of its forks."""
-    nums_shared: tuple[int, ...]
-    """Rows that each fork shares with the session."""
-
-    def size(self, num_rows: Sequence[int], padding: Padding) -> int:
-        """Returns the rows of the family, as `PrefixFamily.size` does."""
-        shared = zip(self.members, (0, *self.nums_shared), strict=True)
-        return sum(padding.padded(num_rows[i] - num_shared) for i, num_shared in shared)
-
-    def cost(self, num_rows: Sequence[int], padding: Padding, cost: SequenceCost) -> float:
-        """Returns the cost of the session, and of what each fork has alone."""
-        shared = sum(map(cost, self.nums_shared))
-        return sum(cost(padding.padded(num_rows[i])) for i in self.members) - shared
-
-    def sequences(self, rows: Sequence[SequenceRows], before: int) -> list[SequenceRows]:
-        """Returns the sequences that are packed for the family. Arguments as for `PrefixFamily.sequences`."""
-        session, *forks = rows
-        pairs = zip(forks, self.nums_shared, strict=True)
-        return [session, *(fork.after(num_shared, before, session.key) for fork, num_shared in pairs)]
+        prefix, key = self.nums_shared[0], rows[0].recorded.key
+        key = shared_key(key) if prefix else key
+        packed = [rows[0].until(prefix, key)] if prefix else []
+        for each, num_shared in zip(rows, self.nums_shared, strict=True):
+            packed.append(each.after(num_shared, before, key) if num_shared else each)
+        return packed
 
 
 def alone(num_samples: int) -> list[PrefixFamily]:
     """Returns families of one sample each, which share nothing."""
-    return [PrefixFamily((index,)) for index in range(num_samples)]
+    return [PrefixFamily((index,), (0,)) for index in range(num_samples)]
 
 
-def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily | ForkFamily]:
+def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily]:
     """Returns samples that begin with the same rows, in families of at most `most_rows` rows if they can be divided.
 
     Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses. A
     fork behind a turn goes on from its session, whose prompt is then not shared with other sessions; a fork of a fork
     from as many rows as it has of the first session.
     """
-    forks = _find_forks(samples, padding, most_rows)
-    taken = {index for family in forks for index in family.members}
+    families = _find_forks(samples, padding, most_rows)
+    taken = {index for family in families for index in family.members}
     found: dict[tuple[int, bytes], list[list[int]]] = {}
     for index, sample in enumerate(samples):
         if index in taken:
@@ -105,7 +84,6 @@ def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: i
                 break
         else:
             candidates.append([index])
-    families: list[PrefixFamily | ForkFamily] = [*forks]
     for (num_shared, _), candidates in found.items():
         for members in candidates:
             rows = [len(samples[i].trajectory) - 1 for i in members]
@@ -125,26 +103,22 @@ def find_text_families(texts: Sequence[SequenceRows], padding: Padding, most_row
     return _divided(range(len(texts)), num_shared, [len(text) for text in texts], most_rows)
 
 
-def _find_forks(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[ForkFamily]:
+def _find_forks(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily]:
     by_id = {sample.trajectory.lineage.rollout_id: index for index, sample in enumerate(samples)}
-    forks: dict[int, list[tuple[int, int]]] = {}
-    sizes: dict[int, int] = {}
+    num_rows = [len(sample.trajectory) - 1 for sample in samples]
+    families: dict[int, PrefixFamily] = {}
     for index, sample in enumerate(samples):
         fork = sample.trajectory
-        session, num_shared = _session_of(fork, samples, by_id), _num_shared(fork, padding)
+        session = _session_of(fork, samples, by_id)
         if session is None:
             continue
         trunk = samples[session].trajectory
-        num_shared = min(num_shared, _num_same(trunk, fork, padding))
-        own = padding.padded(len(fork) - 1 - num_shared)
-        size = sizes.get(session, padding.padded(len(trunk) - 1)) + own
-        if num_shared > _num_shared(trunk, padding) and size <= most_rows:
-            forks.setdefault(session, []).append((index, num_shared))
-            sizes[session] = size
-    return [
-        ForkFamily((session, *(index for index, _ in each)), tuple(num_shared for _, num_shared in each))
-        for session, each in forks.items()
-    ]
+        num_shared = min(_num_shared(fork, padding), _num_same(trunk, fork, padding))
+        family = families.get(session, PrefixFamily((session,), (0,)))
+        family = PrefixFamily((*family.members, index), (*family.nums_shared, num_shared))
+        if num_shared > _num_shared(trunk, padding) and family.size(num_rows, padding) <= most_rows:
+            families[session] = family
+    return [*families.values()]
 
 
 def _session_of(fork: Trajectory, samples: Sequence[TrainSample], by_id: Mapping[str, int]) -> int | None:
@@ -180,7 +154,7 @@ def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_
             size = num_shared
         parts[-1].append(index)
         size += own
-    return [PrefixFamily(tuple(part), num_shared if len(part) > 1 else 0) for part in parts]
+    return [PrefixFamily(tuple(part), (num_shared if len(part) > 1 else 0,) * len(part)) for part in parts]
 
 
 def _num_shared(trajectory: Trajectory, padding: Padding) -> int:

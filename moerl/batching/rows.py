@@ -21,7 +21,7 @@ from moerl.contract.kept import slice_kept_sets
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, summed_checksums
-from moerl.contract.trajectory import KeptSets, ModelSpec, Trajectory
+from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.errors import ContractError, ReplayError
 
 
@@ -87,16 +87,6 @@ class SequenceRows:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    @property
-    def key(self) -> int:
-        """Salt of the sequence."""
-        return self.recorded.key
-
-    @property
-    def first(self) -> int:
-        """Position of the first row."""
-        return self.recorded.num_shared
-
     def until(self, stop: int, key: int) -> SequenceRows:
         """Returns the rows before `stop`, none of which is scored, as a sequence of their own under the salt `key`."""
         recorded = Recorded(key, self.recorded.tokens[:stop], KeptSets.empty(0))
@@ -115,17 +105,18 @@ class SequenceRows:
         return replace(self, **parts, kept=kept, expert_ids=experts, scores=scores, **changes)
 
 
-_PER_ROW = (
-    "input_ids",
-    "target_ids",
-    "loss_mask",
-    "advantages",
-    "rollout_logprobs",
-    "versions",
-    "temperatures",
-    "truncated",
-    "routed",
-)
+_PER_ROW: dict[str, tuple[type[np.generic], float]] = {
+    "input_ids": (np.int64, 0),
+    "target_ids": (np.int64, 0),
+    "loss_mask": (np.bool_, False),
+    "advantages": (np.float32, 0),
+    "rollout_logprobs": (np.float32, 0),
+    "versions": (np.int64, -1),
+    "temperatures": (np.float32, 1),
+    "truncated": (np.bool_, False),
+    "routed": (np.bool_, True),
+}
+"""Fields of `SequenceRows` with a number for each row: the dtype in a microbatch, and the number on pad rows."""
 
 
 def trajectory_rows(
@@ -138,8 +129,14 @@ def trajectory_rows(
     """
     trajectory = sample.trajectory
     _check_trainable(sample, scores)
-    if replay and uncaptured == "reject":
-        _check_routed(trajectory)
+    num_missing = int((~trajectory.routed).sum())
+    if replay and uncaptured == "reject" and num_missing:
+        raise ReplayError(
+            f"rollout {trajectory.lineage.rollout_id} cannot be replayed",
+            seen=f"{num_missing} of {len(trajectory.routed)} rows without captured routing",
+            expected="captured routing in every row",
+            remedy="drop the rollout, or find out why its engine did not capture these rows",
+        )
     return SequenceRows(
         input_ids=trajectory.token_ids[:-1],
         target_ids=trajectory.token_ids[1:],
@@ -185,7 +182,22 @@ def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
             expected="False: nothing comes before it to predict it from",
             remedy="begin with a prompt of at least one token",
         )
-    return _plain_rows(sample.token_ids[:-1], sample.token_ids[1:], sample.loss_mask[1:], sample_index)
+    num_rows, input_ids = num_tokens - 1, sample.token_ids[:-1]
+    zeros = np.zeros(num_rows, np.float32)
+    return SequenceRows(
+        input_ids=input_ids,
+        target_ids=sample.token_ids[1:],
+        loss_mask=sample.loss_mask[1:],
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        versions=np.full(num_rows, -1),
+        temperatures=np.ones(num_rows, np.float32),
+        kept=KeptSets.empty(num_rows),
+        truncated=np.zeros(num_rows, np.bool_),
+        sample_index=sample_index,
+        routed=np.ones(num_rows, np.bool_),
+        recorded=Recorded(0, input_ids, KeptSets.empty(0)),
+    )
 
 
 def build_microbatch(
@@ -202,7 +214,7 @@ def build_microbatch(
         scores: names of the side scores that every sequence has.
     """
     lengths = [padding.padded(len(rows)) for rows in sequences]
-    origins = [(rows.key, rows.first, rows.prefix) for rows in sequences]
+    origins = [(rows.recorded.key, rows.recorded.num_shared, rows.prefix) for rows in sequences]
     num_last = -sum(lengths) % padding.unit if sequences else padding.unit
     if num_last:
         lengths, origins = [*lengths, num_last], [*origins, (0, 0, -1)]
@@ -212,93 +224,37 @@ def build_microbatch(
     for rows, start in zip(sequences, cu_seqlens, strict=False):
         sample_index[start : start + len(rows)] = rows.sample_index
     is_pad = sample_index < 0
-    fill = _Filler(sequences, ~is_pad)
+
+    def fill(out: NDArray[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Writes the rows of the sequences, one behind the other, to all rows but pad rows."""
+        if parts:
+            out[~is_pad] = np.concatenate(parts)
+        return out
+
+    per_row: dict[str, Any] = {
+        name: fill(np.full(len(is_pad), value, dtype), [getattr(rows, name) for rows in sequences])
+        for name, (dtype, value) in _PER_ROW.items()
+    }
+    num_kept = fill(np.zeros(len(is_pad), np.int64), [rows.kept.sizes for rows in sequences])
+    kept_ids = np.concatenate([np.zeros(0, np.int32), *(rows.kept.ids for rows in sequences)])
+    expert_ids, checksums = (None, None) if spec is None else _routing(sequences, is_pad, spec)
     return Microbatch(
-        input_ids=fill("input_ids", np.int64, 0),
-        target_ids=fill("target_ids", np.int64, 0),
+        **per_row,
         position_ids=np.arange(len(is_pad)) - np.repeat(cu_seqlens[:-1] - first_of, lengths),
         cu_seqlens=cu_seqlens.astype(np.int32),
-        loss_mask=fill("loss_mask", np.bool_, False),
         is_pad=is_pad,
-        advantages=fill("advantages", np.float32, 0),
-        rollout_logprobs=fill("rollout_logprobs", np.float32, 0),
-        versions=fill("versions", np.int64, -1),
-        temperatures=fill("temperatures", np.float32, 1),
-        kept=fill.kept_sets(),
-        truncated=fill("truncated", np.bool_, False),
+        kept=KeptSets(np.concatenate([[0], np.cumsum(num_kept)]), kept_ids),
         sample_index=sample_index,
-        routed=fill("routed", np.bool_, True),
-        scores={name: fill.score(name) for name in scores},
-        expert_ids=None if spec is None else fill.expert_ids(spec),
-        routing_checksums=None if spec is None else _checksums(sequences, spec),
+        scores={
+            name: fill(np.zeros(len(is_pad), np.float32), [rows.scores[name] for rows in sequences]) for name in scores
+        },
+        expert_ids=expert_ids,
+        routing_checksums=checksums,
         rollout_keys=np.array(key_of, np.uint64),
         prefix_of=np.array(prefix_of, np.int32) if max(prefix_of) >= 0 else None,
         prefix_rows=np.array(first_of, np.int32) if max(prefix_of) >= 0 else None,
         context_checksum=context_checksum([rows.recorded for rows in sequences]),
         kept_checksum=kept_checksum([rows.recorded for rows in sequences]),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Filler:
-    """Writer of the rows of `sequences`, one behind the other, to the rows at which `is_real`, bool [T], is True; pad
-    rows keep a default."""
-
-    sequences: Sequence[SequenceRows]
-    is_real: NDArray[np.bool_]
-
-    def __call__(self, name: str, dtype: Any, default: float) -> NDArray[Any]:
-        return self._write(np.full(len(self.is_real), default, dtype), name)
-
-    def expert_ids(self, spec: ModelSpec) -> NDArray[Any]:
-        top_k, is_pad = spec.experts_per_token, ~self.is_real
-        out = np.empty((len(is_pad), spec.num_moe_layers, top_k), spec.expert_dtype)
-        slots = np.arange(int(is_pad.sum()) * top_k) % spec.num_experts
-        out[is_pad] = slots.reshape(-1, 1, top_k)
-        return self._write(out, "expert_ids")
-
-    def kept_sets(self) -> KeptSets:
-        kept = [rows.kept for rows in self.sequences]
-        sizes = np.zeros(len(self.is_real), np.int64)
-        if kept:
-            sizes[self.is_real] = np.concatenate([each.sizes for each in kept])
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(each.ids for each in kept)]))
-
-    def score(self, name: str) -> NDArray[np.float32]:
-        out = np.zeros(len(self.is_real), np.float32)
-        if self.sequences:
-            out[self.is_real] = np.concatenate([rows.scores[name] for rows in self.sequences])
-        return out
-
-    def _write(self, out: NDArray[Any], name: str) -> NDArray[Any]:
-        if self.sequences:
-            out[self.is_real] = np.concatenate([getattr(rows, name) for rows in self.sequences])
-        return out
-
-
-def _plain_rows(
-    input_ids: NDArray[np.integer],
-    target_ids: NDArray[np.integer],
-    loss_mask: NDArray[np.bool_],
-    sample_index: int,
-) -> SequenceRows:
-    """Returns rows without a trajectory."""
-    num_rows = len(input_ids)
-    zeros = np.zeros(num_rows, np.float32)
-    return SequenceRows(
-        input_ids=input_ids,
-        target_ids=target_ids,
-        loss_mask=loss_mask,
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        versions=np.full(num_rows, -1),
-        temperatures=np.ones(num_rows, np.float32),
-        kept=KeptSets.empty(num_rows),
-        truncated=np.zeros(num_rows, np.bool_),
-        sample_index=sample_index,
-        routed=np.ones(num_rows, np.bool_),
-        recorded=Recorded(0, input_ids, KeptSets.empty(0)),
     )
 
 
@@ -331,22 +287,19 @@ def _check_trainable(sample: TrainSample, scores: Sequence[str]) -> None:
         )
 
 
-def _check_routed(trajectory: Trajectory) -> None:
-    num_missing = int((~trajectory.routed).sum())
-    if num_missing:
-        raise ReplayError(
-            f"rollout {trajectory.lineage.rollout_id} cannot be replayed",
-            seen=f"{num_missing} of {len(trajectory.routed)} rows without captured routing",
-            expected="captured routing in every row",
-            remedy="drop the rollout, or find out why its engine did not capture these rows",
-        )
-
-
-def _checksums(sequences: Sequence[SequenceRows], spec: ModelSpec) -> NDArray[np.uint64]:
-    """Returns checksums of the routing as recorded, not as packed: they are to prove the packed routing."""
+def _routing(
+    sequences: Sequence[SequenceRows], is_pad: NDArray[np.bool_], spec: ModelSpec
+) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+    """Returns the expert ids of all rows, [T, L, K], and checksums [L] of the routing as recorded, not as packed: they
+    are to prove the packed routing."""
+    top_k = spec.experts_per_token
+    packed = np.empty((len(is_pad), spec.num_moe_layers, top_k), spec.expert_dtype)
+    slots = np.arange(int(is_pad.sum()) * top_k) % spec.num_experts
+    packed[is_pad] = slots.reshape(-1, 1, top_k)
     if not sequences:
-        return np.zeros(spec.num_moe_layers, np.uint64)
+        return packed, np.zeros(spec.num_moe_layers, np.uint64)
     expert_ids = [rows.expert_ids for rows in sequences if rows.expert_ids is not None]
     assert len(expert_ids) == len(sequences), "routing is attached to all sequences or to none"
-    keys, firsts = [rows.key for rows in sequences], [rows.first for rows in sequences]
-    return summed_checksums(keys, firsts, expert_ids, [rows.routed for rows in sequences])
+    packed[~is_pad] = np.concatenate(expert_ids)
+    keys, firsts = [rows.recorded.key for rows in sequences], [rows.recorded.num_shared for rows in sequences]
+    return packed, summed_checksums(keys, firsts, expert_ids, [rows.routed for rows in sequences])

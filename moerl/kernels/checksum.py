@@ -28,11 +28,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Returns the checksum of each tensor by name, in [-2^63, 2^63). One transfer from the device for all of them."""
-    names, sums = [], []
-    for name, tensor in tensors:
-        names.append(name)
-        sums.append(_sum(tensor))
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if names else {}
+    sums = {name: _sum(tensor) for name, tensor in tensors}
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 
 def add_checksums(parts: Iterable[int]) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moerl.kernels.products import slab_columns
 from moerl.kernels.segments import SortedPairs
+from moerl.kernels.transfer import under
 
 DENSE_ADVANTAGE = 64
 """A multiply-add of a sparse dot product lasts as long as this many of a matrix product: a pair reads two bytes a
@@ -84,32 +85,23 @@ class DevicePairs:
     """True if every listed pair is rare and owned by this rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
-    """Sizes of scoring."""
+def device_arrays(pairs: SortedPairs, num_rows: int, num_columns: int, width: int) -> Arrays:
+    """Plans the pairs of a microbatch: the arrays of `DevicePairs`, to be sent with others (`device_pairs`).
 
-    num_rows: int
-    """T."""
-    num_columns: int
-    """Vp, columns of the shard."""
-    width: int
-    """H."""
-
-
-def device_arrays(pairs: SortedPairs, extents: Extents) -> Arrays:
-    """Plans the pairs of a microbatch: the arrays of `DevicePairs`, to be sent with others (`device_pairs`)."""
-    is_common_U = pairs.counts_U * DENSE_ADVANTAGE >= extents.num_rows
+    num_rows, num_columns, width: T, Vp and H.
+    """
+    is_common_U = pairs.counts_U * DENSE_ADVANTAGE >= num_rows
     rare = pairs.chosen(~is_common_U) if is_common_U.any() else pairs
     columns_P = np.repeat(rare.columns_U, rare.counts_U)
-    counts_V = np.zeros(extents.num_columns, np.int64)
+    counts_V = np.zeros(num_columns, np.int64)
     counts_V[rare.columns_U] = rare.counts_U
     arrays = {"columns_P": columns_P.astype(np.int32)}
     # Positions ascend with rows: sorted by them, pairs are sorted by row and then by id.
     order_P = _places(rare.positions_P, rare.num_listed)
-    counts_T = np.bincount(rare.rows_P, minlength=extents.num_rows)
+    counts_T = np.bincount(rare.rows_P, minlength=num_rows)
     by_row = _sums(rare.positions_P[order_P], columns_P[order_P], counts_T)
     arrays |= {f"by_row.{name}": array for name, array in by_row.items()}
-    common = list(_common(pairs.chosen(is_common_U), extents)) if is_common_U.any() else []
+    common = list(_common(pairs.chosen(is_common_U), slab_columns(num_rows, width))) if is_common_U.any() else []
     by_column = _sums(rare.positions_P, rare.rows_P, counts_V)
     by_column["counts_S"][pairs.columns_U[is_common_U]] = LEFT_ALONE
     arrays |= {f"by_column.{name}": array for name, array in by_column.items()}
@@ -120,16 +112,12 @@ def device_arrays(pairs: SortedPairs, extents: Extents) -> Arrays:
 
 def device_pairs(sent: dict[str, Tensor], num_listed: int) -> DevicePairs:
     """Returns the pairs of `device_arrays` from their tensors on the device. num_listed: N, of all ranks."""
-
-    def fields(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}
-
     num_slabs = sum(name.startswith("common.") and name.endswith(".columns_U") for name in sent)
     return DevicePairs(
-        Sums(**fields("by_column.")),
-        Sums(**fields("by_row.")),
+        Sums(**under(sent, "by_column.")),
+        Sums(**under(sent, "by_row.")),
         sent["columns_P"],
-        tuple(CommonIds(**fields(f"common.{number}.")) for number in range(num_slabs)),
+        tuple(CommonIds(**under(sent, f"common.{number}.")) for number in range(num_slabs)),
         len(sent["columns_P"]) == num_listed,
     )
 
@@ -162,9 +150,8 @@ def _sums(positions_P: NDArray[np.int64], sources_P: NDArray[np.int64], counts_S
     return {name: array.astype(np.int32) for name, array in arrays.items()}
 
 
-def _common(pairs: SortedPairs, extents: Extents) -> Iterator[Arrays]:
-    """Yields slabs of common ids, as fields of `CommonIds`."""
-    step = slab_columns(extents.num_rows, extents.width)
+def _common(pairs: SortedPairs, step: int) -> Iterator[Arrays]:
+    """Yields slabs of at most `step` common ids, as fields of `CommonIds`."""
     bounds = np.concatenate([[0], np.cumsum(pairs.counts_U)])
     for first in range(0, len(pairs.columns_U), step):
         counts_U = pairs.counts_U[first : first + step]

@@ -16,10 +16,9 @@ from torch import Tensor
 from moerl.kernels import sparse_triton
 from moerl.kernels.device_pairs import DevicePairs
 from moerl.kernels.full import FullGradients, HeadGradients, add_full_gradients, full_row_scores
-from moerl.kernels.head import HeadInputs
+from moerl.kernels.head import HeadInputs, VocabShard
 from moerl.kernels.plan import DeviceListed, ScorePlan
 from moerl.kernels.products import add_product, matmul, write_product
-from moerl.kernels.vocab_parallel import VocabShard
 
 
 class DeviceScores(torch.autograd.Function):

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from moerl.kernels import products
-from moerl.kernels.head import HeadInputs
+from moerl.kernels.head import HeadInputs, VocabShard
 from moerl.kernels.products import add_product, matmul, slab_columns, write_product
-from moerl.kernels.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.trajectory import KeptSets
-from moerl.kernels.checks import check_sets
-from moerl.kernels.transfer import transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,15 +31,6 @@ class KeptRows:
     """int64 [T + 1]; row t lists ids[offsets[t]:offsets[t + 1]]."""
     truncated: Tensor
     """bool [T]; True on rows that list a set, False on rows whose token was drawn from the full vocabulary."""
-
-    @classmethod
-    def from_csr(cls, kept: KeptSets, truncated: NDArray[np.bool_], device: torch.device | str) -> KeptRows:
-        """Copies the kept sets of a microbatch to `device`, in one transfer.
-
-        Raises `ContractError` if `truncated` (bool [T]) and the listed sets disagree.
-        """
-        check_sets(kept, truncated)
-        return cls(**transfer(kept_arrays(kept, truncated), torch.device(device)))
 
     @property
     def num_rows(self) -> int:

@@ -15,16 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import KeptSets
+from moerl.errors import ContractError
 from moerl.kernels import products
-from moerl.kernels.checks import check_listed, check_rows, check_sets, check_targets, check_temperatures
-from moerl.kernels.device_pairs import DevicePairs, Extents, device_arrays, device_pairs
+from moerl.kernels.device_pairs import DevicePairs, device_arrays, device_pairs
 from moerl.kernels.full import FullRows
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kept_arrays
 from moerl.kernels.pairs import Pairs, plan_pairs
 from moerl.kernels.segments import SortedPairs
-from moerl.kernels.transfer import transfer
+from moerl.kernels.transfer import transfer, under
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -139,8 +140,8 @@ class HostPlan:
         entries_E = slice(None) if rows.select_T is None else np.flatnonzero(rows.select_T[kept["rows"]])
         rows_E, ids_E = kept["rows"][entries_E], kept["ids"][entries_E]
         is_target_E = ids_E == rows.target_ids_T[rows_E]
-        check_listed(rows_E, ids_E, is_target_E, rows.num_rows, shard.vocab_size)
-        check_temperatures(rows.temperatures_T[rows_E])
+        _check_listed(rows_E, ids_E, is_target_E, rows.num_rows, shard.vocab_size)
+        _check_temperatures(rows.temperatures_T[rows_E])
         arrays: Arrays = {f"kept.{name}": array for name, array in kept.items()}
         arrays |= {f"full.{name}": array for name, array in full.items()}
         arrays |= {"temperatures": rows.temperatures_T.astype(np.float32), "open": open_T}
@@ -153,8 +154,8 @@ class HostPlan:
         ids_N, targets_T = np.full_like(kept["ids"], -1), np.full(rows.num_rows, -1)
         ids_N[entries_E] = ids_E
         targets_T[rows_E[is_target_E]] = np.arange(len(ids_N))[entries_E][is_target_E]
-        sizes = Extents(rows.num_rows, shard.num_columns, head.weight_VpH.shape[1])
-        listed = device_arrays(SortedPairs.of(kept["rows"], ids_N, shard), sizes)
+        sorted_pairs = SortedPairs.of(kept["rows"], ids_N, shard)
+        listed = device_arrays(sorted_pairs, rows.num_rows, shard.num_columns, head.weight_VpH.shape[1])
         arrays |= {f"pairs.{name}": array for name, array in listed.items()} | {"targets": targets_T}
         return cls(rows, shard.bounds, device, arrays, None)
 
@@ -164,15 +165,15 @@ class HostPlan:
         if self.pairs is not None:
             listed = Listed(sent.get("listed.entries"), sent["listed.rows"], sent["listed.is_target"], self.pairs)
         else:
-            pairs = device_pairs(_under(sent, "pairs."), len(self.arrays["kept.ids"]))
+            pairs = device_pairs(under(sent, "pairs."), len(self.arrays["kept.ids"]))
             listed = DeviceListed(sent["targets"], pairs)
         return ScorePlan(
             self.bounds,
-            KeptRows(**_under(sent, "kept.")),
+            KeptRows(**under(sent, "kept.")),
             sent["temperatures"],
             sent["open"],
             listed,
-            _full_rows(_under(sent, "full."), self.rows, self.device),
+            _full_rows(under(sent, "full."), self.rows, self.device),
             self.rows.full_T is not None,
         )
 
@@ -188,7 +189,7 @@ def plan_full(rows: Rows, chosen_T: NDArray[np.bool_], head: Head | HeadInputs) 
     Raises:
         ContractError: shapes disagree, a target lies outside the vocabulary, or a temperature is not positive.
     """
-    check_rows(rows.num_rows, temperatures=rows.temperatures_T, chosen=chosen_T)
+    _check_rows(rows.num_rows, temperatures=rows.temperatures_T, chosen=chosen_T)
     device = head.weight_VpH.device
     return _full_rows(transfer(_full_arrays(chosen_T, rows, head), device), rows, device)
 
@@ -197,14 +198,14 @@ def _check(rows: Rows) -> None:
     per_row = {"temperatures": rows.temperatures_T, "kept": rows.truncated_T}
     per_row |= {} if rows.select_T is None else {"select": rows.select_T}
     per_row |= {} if rows.full_T is None else {"full": rows.full_T}
-    check_rows(rows.num_rows, **per_row)
-    check_sets(rows.kept, rows.truncated_T)
+    _check_rows(rows.num_rows, **per_row)
+    _check_sets(rows.kept, rows.truncated_T)
 
 
 def _full_arrays(chosen_T: NDArray[np.bool_], rows: Rows, head: Head | HeadInputs) -> Arrays:
     rows_R = np.flatnonzero(chosen_T)
-    check_targets(rows.target_ids_T[rows_R], head.shard.vocab_size)
-    check_temperatures(rows.temperatures_T[rows_R])
+    _check_targets(rows.target_ids_T[rows_R], head.shard.vocab_size)
+    _check_temperatures(rows.temperatures_T[rows_R])
     return {
         "rows_R": rows_R,
         "temperatures_R": rows.temperatures_T[rows_R].astype(np.float32),
@@ -217,5 +218,95 @@ def _full_rows(sent: dict[str, Tensor], rows: Rows, device: torch.device) -> Ful
     return FullRows(**sent, whole=whole)
 
 
-def _under(sent: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}
+def _check_rows(num_rows: int, **per_row: NDArray[Any]) -> None:
+    """Raises `ContractError` if a per-row array is not [T]."""
+    for name, value in per_row.items():
+        if value.shape != (num_rows,):
+            raise ContractError(
+                Reason.ROWS_DIFFER,
+                field=name,
+                seen=tuple(value.shape),
+                expected=f"[{num_rows}], one value per scored row",
+                remedy="pass the per-row arrays of the same microbatch",
+            )
+
+
+def _check_sets(kept: KeptSets, truncated_T: NDArray[np.bool_]) -> None:
+    """Raises `ContractError` if flags and listed sets disagree.
+
+    An empty set never means the full vocabulary, and a listed set is never left unused.
+    """
+    sizes = kept.sizes
+    if len(sizes) != len(truncated_T) or int(kept.offsets[-1]) != len(kept.ids):
+        raise ContractError(
+            Reason.KEPT_SHAPE,
+            field="kept",
+            seen=f"{len(sizes)} rows, {len(truncated_T)} flags, {len(kept.ids)} ids for {kept.offsets[-1]}",
+            expected="one flag per row and offsets that end at the number of ids",
+            remedy="pass the kept sets and the truncated flags of the same microbatch",
+        )
+    wrong = np.flatnonzero((sizes > 0) != truncated_T)
+    if len(wrong):
+        row = int(wrong[0])
+        raise ContractError(
+            Reason.TRUNCATED_DISAGREES,
+            field="truncated",
+            seen=f"row {row}: truncated={bool(truncated_T[row])} with {int(sizes[row])} listed ids",
+            expected="truncated on exactly the rows that list ids",
+            remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
+        )
+
+
+def _check_temperatures(temperatures: NDArray[np.floating]) -> None:
+    """Raises `ContractError` if a temperature is not positive (0 is greedy: nothing to differentiate)."""
+    wrong = ~(temperatures > 0)
+    if wrong.any():
+        raise ContractError(
+            Reason.TEMPERATURE_NOT_POSITIVE,
+            field="temperatures",
+            seen=float(temperatures[wrong][0]),
+            expected="> 0 on every scored row",
+            remedy="greedy tokens are not trainable: leave them out of the selected rows",
+        )
+
+
+def _check_targets(target_ids: NDArray[np.integer], vocab_size: int) -> None:
+    """Raises `ContractError` if a target is no token of the vocabulary."""
+    outside = (target_ids < 0) | (target_ids >= vocab_size)
+    if outside.any():
+        raise ContractError(
+            Reason.TARGET_OUTSIDE_VOCABULARY,
+            field="target_ids",
+            seen=int(target_ids[outside][0]),
+            expected=f"an id in [0, {vocab_size})",
+            remedy="score only rows whose target is a token; check that engine and trainer share a tokenizer",
+        )
+
+
+def _check_listed(
+    rows: NDArray[np.integer], ids: NDArray[np.integer], is_target: NDArray[np.bool_], num_rows: int, vocab_size: int
+) -> None:
+    """Raises `ContractError` if a listed id is no token or a set does not hold its target exactly once.
+
+    rows, ids, is_target: of the listed entries to check.
+    """
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        raise ContractError(
+            Reason.KEPT_ID_OUTSIDE_VOCABULARY,
+            field="kept",
+            seen=f"row {int(rows[outside][0])}: id {int(ids[outside][0])}",
+            expected=f"ids in [0, {vocab_size})",
+            remedy="engine and trainer must agree on the vocabulary; padding columns are never sampled",
+        )
+    hits_T = np.bincount(rows[is_target], minlength=num_rows)
+    missing = hits_T[rows] != 1
+    if missing.any():
+        row = int(rows[missing][0])
+        raise ContractError(
+            Reason.TARGET_NOT_IN_KEPT_SET,
+            field="kept",
+            seen=f"row {row}: target {int(hits_T[row])} times among {int((rows == row).sum())} listed ids",
+            expected="exactly once",
+            remedy="row t must carry the kept set of token t + 1: shift targets and kept sets together",
+        )

@@ -18,11 +18,10 @@ from torch import Tensor
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 from moerl.kernels.full import FullGradients, FullRows, HeadGradients, add_full_gradients, full_row_scores
-from moerl.kernels.head import HeadInputs
+from moerl.kernels.head import HeadInputs, VocabShard
 from moerl.kernels.kept import segment_log_softmax, segment_sum
 from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits
 from moerl.kernels.plan import DeviceListed, Listed, ScorePlan
-from moerl.kernels.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +123,7 @@ def _all_scores(inputs: HeadInputs, plan: ScorePlan) -> tuple[Tensor, Tensor, Te
 
         return DeviceScores.apply(inputs.hidden_TH, inputs.weight_VpH, inputs.shard, plan)  # type: ignore[return-value]
     scored: tuple[Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[assignment]
-        inputs.hidden_TH, inputs.weight_VpH, _Plan(inputs.shard, listed.pairs, plan.full_rows)
+        inputs.hidden_TH, inputs.weight_VpH, inputs.shard, listed.pairs, plan.full_rows
     )
     z_E, full_logprobs_R, full_entropy_R = scored
     logprobs_E = _log_softmax(z_E, plan, listed)
@@ -154,13 +153,6 @@ def _spread(inputs: HeadInputs, full_rows: FullRows, logprobs_R: Tensor, entropy
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    shard: VocabShard
-    pairs: Pairs
-    full_rows: FullRows
-
-
 class _Score(torch.autograd.Function):
     """Logits at the pairs [E], log-probs and entropies of the rows scored over the full vocabulary [R]; on a CPU.
 
@@ -168,28 +160,29 @@ class _Score(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
-        z_N = plan.shard.sum_(pair_logits(inputs, plan.pairs))
-        logprobs_R, entropy_R, log_sum_R = full_row_scores(inputs, plan.full_rows)
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, shard: VocabShard, pairs: Pairs, full_rows: FullRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = HeadInputs(hidden_TH, weight_VpH, shard)
+        z_N = shard.sum_(pair_logits(inputs, pairs))
+        logprobs_R, entropy_R, log_sum_R = full_row_scores(inputs, full_rows)
         ctx.save_for_backward(hidden_TH, weight_VpH, log_sum_R, entropy_R)
-        ctx.plan = plan
+        ctx.shard, ctx.pairs, ctx.full_rows = shard, pairs, full_rows
         ctx.set_materialize_grads(False)
         return z_N, logprobs_R, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VpH, log_sum_R, entropy_R = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
+        inputs = HeadInputs(hidden_TH, weight_VpH, ctx.shard)
         grad_TH = torch.zeros_like(hidden_TH, dtype=inputs.dtype) if ctx.needs_input_grad[0] else None
         grad_VpH = None
         if ctx.needs_input_grad[1]:
             grad_VpH = torch.zeros_like(weight_VpH, memory_format=torch.contiguous_format)
         grad_N, grad_R, grad_entropy_R = grads
         if grad_N is not None:
-            add_pair_gradients(inputs, plan.pairs, grad_N, grad_TH, grad_VpH)
+            add_pair_gradients(inputs, ctx.pairs, grad_N, grad_TH, grad_VpH)
         if grad_R is not None or grad_entropy_R is not None:
             full = FullGradients(log_sum_R, entropy_R, grad_R, grad_entropy_R)
-            add_full_gradients(inputs, plan.full_rows, full, HeadGradients(grad_TH, grad_VpH))
-        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None
+            add_full_gradients(inputs, ctx.full_rows, full, HeadGradients(grad_TH, grad_VpH))
+        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None, None, None

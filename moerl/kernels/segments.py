@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.kernels.vocab_parallel import VocabShard
+from moerl.kernels.head import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

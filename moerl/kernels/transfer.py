@@ -36,3 +36,8 @@ def transfer(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[s
         return part.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
 
     return {name: tensor(name, array) for name, array in arrays.items()}
+
+
+def under(sent: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}

@@ -147,7 +147,7 @@ def _divided(sizes: ModelDescription) -> Iterator[tuple[str, str, int]]:
         if sizes.latent.q_rank:
             yield "tensor", "q_lora_rank", sizes.latent.q_rank
         yield "tensor", "kv_lora_rank + qk_rope_head_dim", sizes.latent.kv_rank + sizes.latent.rope_dim
-    if sizes.has_dense_layers:
+    if sizes.intermediate_size:
         yield "tensor", "intermediate_size", sizes.intermediate_size
     if sizes.shared_size:
         yield "tensor", "n_shared_experts x moe_intermediate_size", sizes.shared_size

@@ -6,6 +6,7 @@ packing costs, handshakes, the trainer's settings.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,8 @@ from typing import Any
 
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
-from moerl.models.family import Family, QKNorm
+from moerl.models.family import Config, Family, QKNorm, Rule, is_rule
 from moerl.models.spec import MAX_SIZE, family_of, spec_from_hf_config
-from moerl.models.trainable import refuse_untrainable
 from moerl.reading import find_irregular, read_json
 
 CONFIG_FILE = "config.json"
@@ -87,10 +87,6 @@ class ModelDescription:
     """Content of the config."""
 
     @property
-    def has_dense_layers(self) -> bool:
-        return len(self.moe_layers) < self.num_layers
-
-    @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Weights of the norm of a layer's queries and of that of its keys; 0 without a norm."""
         heads = {"none": (0, 0), "head": (1, 1), "all_heads": (self.num_attention_heads, self.num_key_value_heads)}
@@ -126,6 +122,25 @@ def read_model(folder: Path) -> ModelDescription:
         raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
 
+def refuse_untrainable(config: Config) -> None:
+    """Refuses a config of which Megatron and Hugging Face would compute two different models.
+
+    Args:
+        config: content of a Hugging Face config.
+
+    Raises:
+        ConfigError: the family is unknown, or a setting cannot be trained; names the setting and the reason.
+    """
+    for rule in (*_EVERY_FAMILY, *family_of(config).rules):
+        if not rule.allowed(config):
+            raise ConfigError(
+                f"model config ({config['model_type']}): {', '.join(rule.keys)}: {rule.reason}",
+                seen={key: config.get(key) for key in rule.keys},
+                expected=rule.expected,
+                remedy="use another model; this one can be sampled from, not trained",
+            )
+
+
 def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None) -> ModelDescription:
     """Returns the description of the model that a Hugging Face config names.
 
@@ -136,12 +151,20 @@ def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None)
     Raises:
         ConfigError: the family is unknown, or a size is missing or impossible.
     """
+    # The sizes of the family are checked there.
     family, spec = family_of(config), spec_from_hf_config(config)
-    read = _Reader(config, origin)
-    num_layers, hidden_size = read.size("num_hidden_layers"), read.size("hidden_size")
-    heads = read.size("num_attention_heads")
-    expert_size = read.size(family.expert_size)
-    moe_layers = family.moe_layers(config)
+    size = functools.partial(_size, config, origin)
+    num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
+    heads, expert_size = config["num_attention_heads"], config[family.expert_size]
+    moe_layers, latent = family.moe_layers(config), None
+    if config.get("kv_lora_rank"):
+        latent = LatentAttention(
+            q_rank=size("q_lora_rank", 0) if config.get("q_lora_rank") else 0,
+            kv_rank=size("kv_lora_rank"),
+            nope_dim=size("qk_nope_head_dim"),
+            rope_dim=size("qk_rope_head_dim"),
+            value_dim=size("v_head_dim"),
+        )
     return ModelDescription(
         origin=origin,
         folder=folder,
@@ -151,50 +174,34 @@ def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None)
         num_layers=num_layers,
         moe_layers=moe_layers,
         num_attention_heads=heads,
-        num_key_value_heads=read.size("num_key_value_heads"),
+        num_key_value_heads=config["num_key_value_heads"],
         head_dim=config.get("head_dim") or hidden_size // heads,
-        latent=_latent(read) if config.get("kv_lora_rank") else None,
+        latent=latent,
         qk_norm=family.qk_norm(config),
         attention_biases=family.attention_biases(config),
-        intermediate_size=read.size("intermediate_size") if len(moe_layers) < num_layers else 0,
+        intermediate_size=config["intermediate_size"] if len(moe_layers) < num_layers else 0,
         num_experts=spec.num_experts,
         experts_per_token=spec.experts_per_token,
         moe_intermediate_size=expert_size,
         shared_size=expert_size * int(config.get("n_shared_experts") or 0),
-        vocab_size=read.size("vocab_size"),
+        vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings")),
-        max_positions=read.size("max_position_embeddings"),
+        max_positions=size("max_position_embeddings"),
         hf_config=config,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    config: Mapping[str, Any]
-    origin: str
-
-    def size(self, name: str, *, least: int = 1) -> int:
-        """Returns an integer of at least `least`."""
-        value = self.config.get(name)
-        most = MAX_SIZE.get(name, MAX_SIZE[""])
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(
-                f"model.path: {self.origin}: {name}",
-                seen=f"{value!r:.200}",
-                expected=f"an integer from {least} to {most}",
-                remedy="correct the model's config.json",
-            )
-        return value
-
-
-def _latent(read: _Reader) -> LatentAttention:
-    return LatentAttention(
-        q_rank=read.size("q_lora_rank", least=0) if read.config.get("q_lora_rank") else 0,
-        kv_rank=read.size("kv_lora_rank"),
-        nope_dim=read.size("qk_nope_head_dim"),
-        rope_dim=read.size("qk_rope_head_dim"),
-        value_dim=read.size("v_head_dim"),
-    )
+def _size(config: Config, origin: str, name: str, least: int = 1) -> int:
+    """Returns an integer of at least `least`."""
+    value, most = config.get(name), MAX_SIZE.get(name, MAX_SIZE[""])
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(
+            f"model.path: {origin}: {name}",
+            seen=f"{value!r:.200}",
+            expected=f"an integer from {least} to {most}",
+            remedy="correct the model's config.json",
+        )
+    return value
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -227,3 +234,21 @@ def _unreadable(file: Path, seen: str) -> ConfigError:
     return ConfigError(
         f"model.path: {file} cannot be read", seen=seen, expected="the config of a model", remedy="restore the file"
     )
+
+
+def _is_block_fp8(config: Config) -> bool:
+    quantised = config.get("quantization_config")
+    if quantised is None:
+        return True
+    return quantised.get("quant_method") == "fp8" and list(quantised.get("weight_block_size") or ()) == [128, 128]
+
+
+_EVERY_FAMILY = (
+    is_rule("hidden_act", "silu", "the bridge builds gated SiLU layers only"),
+    Rule(
+        ("quantization_config",),
+        _is_block_fp8,
+        "none, or quant_method fp8 with weight_block_size [128, 128]",
+        "weights are dequantised on load, in this format alone",
+    ),
+)

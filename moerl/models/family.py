@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moerl.models.rope import rope_parameters
+from moerl.errors import ConfigError
 
 Config = Mapping[str, Any]
 QKNorm = Literal["none", "head", "all_heads"]
@@ -85,6 +85,32 @@ EXPERTS = (*ATTENTION, "moe_intermediate_size")
 OFF = {"attention_bias": False, "tie_word_embeddings": False}
 
 
+# --- rotary embeddings -----------------------------------------------------------------------------------------------
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """Returns rotary parameters in one shape: transformers 5 nests them, 4 had `rope_theta` and others at the top.
+
+    Raises:
+        ConfigError: there is no rotary base.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    if not isinstance(theta, int | float):
+        raise ConfigError(
+            "model config: rope_theta",
+            seen=theta,
+            expected="a number, at the top level or in rope_parameters",
+            remedy="correct the model config",
+        )
+    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is not None and partial != 1:
+        rope["partial_rotary_factor"] = partial
+    numbers = {name: float(value) for name, value in rope.items() if type(value) in (int, float)}
+    return {**rope, **numbers, "rope_theta": float(theta)}
+
+
 # --- MoE layers ------------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +134,9 @@ def all_layers(config: Config) -> tuple[int, ...]:
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def is_rule(key: str, value: object, default: object, reason: str) -> Rule:
-    """Returns the rule that `key` is `value`; an absent key counts as `default`."""
-    return Rule((key,), lambda config: config.get(key, default) == value, repr(value), reason)
+def is_rule(key: str, value: object, reason: str) -> Rule:
+    """Returns the rule that `key` is `value`, or absent."""
+    return Rule((key,), lambda config: config.get(key, value) == value, repr(value), reason)
 
 
 def rope_rule(*types: str) -> Rule:
@@ -131,8 +157,8 @@ def _rope_allowed(rope: Mapping[str, Any], types: tuple[str, ...]) -> bool:
     return "yarn" in types and both and known
 
 
-UNTIED = is_rule("tie_word_embeddings", False, False, "the bridge builds an output layer of its own")
-NO_ATTENTION_BIAS = is_rule("attention_bias", False, False, "the bridge drops the biases of attention")
+UNTIED = is_rule("tie_word_embeddings", False, "the bridge builds an output layer of its own")
+NO_ATTENTION_BIAS = is_rule("attention_bias", False, "the bridge drops the biases of attention")
 
 
 def equal_heads(reason: str) -> Rule:

@@ -8,28 +8,23 @@ from typing import Any
 
 from moerl.models.family import Config, Rule, is_rule
 
-
-def _groups_agree(config: Config) -> bool:
-    return (config.get("n_group") or 1) == 1 or config["num_experts_per_tok"] == 2 * config["topk_group"]
-
-
 RULES = (
     Rule(
         ("n_group", "topk_group", "num_experts_per_tok"),
-        _groups_agree,
+        lambda config: (config.get("n_group") or 1) == 1 or config["num_experts_per_tok"] == 2 * config["topk_group"],
         "n_group=1, or num_experts_per_tok = 2 x topk_group",
         "Megatron ranks groups by their best num_experts_per_tok / topk_group experts, Hugging Face by their best 2",
     ),
-    is_rule("norm_topk_prob", True, True, "Megatron always normalises sigmoid scores over the chosen experts"),
+    is_rule("norm_topk_prob", True, "Megatron always normalises sigmoid scores over the chosen experts"),
     Rule(
         ("num_experts_per_tok",),
         lambda config: config["num_experts_per_tok"] > 1,
         "at least 2",
         "Megatron does not normalise the score of a single expert",
     ),
-    is_rule("scoring_func", "sigmoid", "sigmoid", "the family's Hugging Face model has sigmoid scores only"),
-    is_rule("topk_method", "noaux_tc", "noaux_tc", "the family's Hugging Face model has bias-corrected top-k only"),
-    is_rule("moe_layer_freq", 1, 1, "the family's Hugging Face model has experts in every layer after the dense ones"),
+    is_rule("scoring_func", "sigmoid", "the family's Hugging Face model has sigmoid scores only"),
+    is_rule("topk_method", "noaux_tc", "the family's Hugging Face model has bias-corrected top-k only"),
+    is_rule("moe_layer_freq", 1, "the family's Hugging Face model has experts in every layer after the dense ones"),
 )
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.models.families import FAMILIES
-from moerl.models.family import Family
-from moerl.models.rope import rope_parameters
+from moerl.models.family import Family, rope_parameters
 
 
 def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -49,12 +48,14 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
             expected=f"at most {experts_key}={num_experts}",
             remedy="correct the model config",
         )
+    facts = _facts(config, family) | {"num_experts": num_experts, "moe_layers": layers}
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return ModelSpec(
         num_moe_layers=len(layers),
         experts_per_token=experts_per_token,
         num_experts=num_experts,
         vocab_size=_positive(config, "vocab_size"),
-        fingerprint=_fingerprint(_facts(config, family) | {"num_experts": num_experts, "moe_layers": layers}),
+        fingerprint=hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest(),
     )
 
 
@@ -94,6 +95,11 @@ def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     optional = {name: config.get(name) for name in family.optional_sizes}
     switches = {name: bool(config.get(name, default)) for name, default in family.switches.items()}
     numbers = {name: float(config.get(name, default)) for name, default in family.numbers.items()}
+    if "kv_lora_rank" in sizes:
+        # With latent attention `head_dim` means one thing or another, and the sizes of its parts count.
+        head_size = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+    else:
+        head_size = config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
     return {
         **sizes,
         **optional,
@@ -102,20 +108,12 @@ def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "model_type": config["model_type"],
         "vocab_size": _positive(config, "vocab_size"),
         "num_hidden_layers": _positive(config, "num_hidden_layers"),
-        "head_dim": _head_size(config, sizes),
+        "head_dim": head_size,
         "hidden_act": config.get("hidden_act", "silu"),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "sliding_window": config.get("sliding_window") if config.get("use_sliding_window") else None,
         "rope": rope_parameters(config),
     }
-
-
-def _head_size(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """Returns the width of a head's queries and keys. With latent attention `head_dim` means one thing or another, and
-    the sizes of its parts count."""
-    if "kv_lora_rank" in sizes:
-        return sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
-    return config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
@@ -128,8 +126,3 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
             remedy="correct the model config",
         )
     return value
-
-
-def _fingerprint(facts: Mapping[str, Any]) -> str:
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()

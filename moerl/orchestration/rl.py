@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.algorithms.arrays import advantages_less_kl, batch_facts, with_advantages
-from moerl.algorithms.section import AlgorithmSection
+from moerl.algorithms.section import Algorithm
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
@@ -332,7 +332,7 @@ def make_room(engine: PolicyEngine) -> None:
 
 
 def penalised_advantages(
-    minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: AlgorithmSection
+    minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: Algorithm
 ) -> list[NDArray[np.float32]]:
     """Computes advantages from rewards less the KL to the reference; per minibatch float32 [B].
 

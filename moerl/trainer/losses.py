@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.policy import KLSupport, PolicyObjective, PolicyRows
-from moerl.algorithms.reduction import token_mean
-from moerl.algorithms.sequences import Sequences
+from moerl.algorithms.losses import token_mean
+from moerl.algorithms.policy import KLSupport, PolicyObjective, PolicyRows, Sequences
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.routing import POSITION_PRIME, mix

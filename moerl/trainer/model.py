@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims, RankCoordinates, stage_layers
 from moerl.errors import ConfigError, WeightSyncError
-from moerl.models.description import ModelDescription
-from moerl.models.trainable import refuse_untrainable
+from moerl.models.description import ModelDescription, refuse_untrainable
 from moerl.trainer import attention, balance, platform, tensors, transfers
 from moerl.trainer.bridge import import_bridge, quiet
 from moerl.trainer.provider import finalize, passed_on, provider_settings

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
-from moerl.kernels.head import Head
+from moerl.kernels.head import Head, VocabShard
 from moerl.kernels.kept import KeptRows
-from moerl.kernels.vocab_parallel import VocabShard
 from moerl.models.description import ModelDescription
 from moerl.trainer import balance, batch_checksums, groups, platform, profiling, sharded_state, transfers
 from moerl.trainer.model import ModelOptions, PolicyModel

@@ -19,11 +19,10 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels import device_pairs, products
 from moerl.kernels.full_kl import kl_full
-from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.kept import kl_kept
 from moerl.kernels.plan import Rows, plan_full, plan_rows
 from moerl.kernels.scores import listed_logprobs, score_full, score_kept
-from moerl.kernels.vocab_parallel import VocabShard
 from moerl.trainer import groups
 
 VOCAB, PADDED, WIDTH, ROWS = 21, 32, 24, 8

@@ -33,10 +33,8 @@ FAMILY = Family(
         *sigmoid_routing.RULES,
         UNTIED,
         NO_ATTENTION_BIAS,
-        is_rule("rope_interleave", True, True, "Megatron's latent attention rotates interleaved pairs only"),
-        is_rule(
-            "rms_norm_eps", 1e-6, 1e-6, "the Hugging Face model has 1e-6 in the norms of its latents whatever this says"
-        ),
+        is_rule("rope_interleave", True, "Megatron's latent attention rotates interleaved pairs only"),
+        is_rule("rms_norm_eps", 1e-6, "the Hugging Face model has 1e-6 in the norms of its latents whatever this says"),
         Rule(
             ("q_lora_rank",),
             lambda config: bool(config.get("q_lora_rank")),

@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from moerl.models import sigmoid_routing
-from moerl.models.family import EXPERTS, OFF, UNTIED, Config, Family, dense_prefix_layers, rope_rule
-from moerl.models.rope import rope_parameters
+from moerl.models.family import EXPERTS, OFF, UNTIED, Config, Family, dense_prefix_layers, rope_parameters, rope_rule
 
 
 def _megatron_settings(config: Config) -> dict[str, Any]:

@@ -30,7 +30,7 @@ FAMILY = Family(
     rules=(
         UNTIED,
         NO_ATTENTION_BIAS,
-        is_rule("clip_qkv", None, None, "Megatron does not clip queries, keys and values"),
+        is_rule("clip_qkv", None, "Megatron does not clip queries, keys and values"),
         equal_heads("the bridge's norm over all keys has the width of the queries"),
         rope_rule("default"),
     ),

@@ -11,29 +11,22 @@ from moerl.models.family import (
     Config,
     Family,
     is_rule,
+    rope_parameters,
     rope_rule,
     sparse_step_layers,
 )
-from moerl.models.rope import rope_parameters
 
 
 def _megatron_settings(config: Config) -> dict[str, Any]:
     """Returns the layers with experts, since the bridge by itself builds every layer with experts, and the settings of
-    YaRN."""
-    moe_layers = set(sparse_step_layers(config))
-    frequency = [int(i in moe_layers) for i in range(config["num_hidden_layers"])]
-    return {"moe_layer_freq": frequency, **_yarn(config)}
-
-
-def _yarn(config: Config) -> dict[str, Any]:
-    """Returns the settings of YaRN, with the defaults of transformers for what a configuration leaves out; Megatron's
-    fields have none."""
-    rope = rope_parameters(config)
-    if rope["rope_type"] != "yarn":
-        return {}
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    settings = {f"yarn_{name}": rope.get(name, value) for name, value in defaults.items()}
-    return {**settings, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
+    YaRN, with the defaults of transformers for what a configuration leaves out; Megatron's fields have none."""
+    moe_layers, rope = set(sparse_step_layers(config)), rope_parameters(config)
+    settings: dict[str, Any] = {"moe_layer_freq": [int(i in moe_layers) for i in range(config["num_hidden_layers"])]}
+    if rope["rope_type"] == "yarn":
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        settings |= {f"yarn_{name}": rope.get(name, value) for name, value in defaults.items()}
+        settings["yarn_correction_range_round_to_int"] = bool(rope.get("truncate", True))
+    return settings
 
 
 FAMILY = Family(
@@ -48,7 +41,7 @@ FAMILY = Family(
     router_weights="softmax",
     rules=(
         NO_ATTENTION_BIAS,
-        is_rule("use_sliding_window", False, False, "Megatron would attend to the whole sequence"),
+        is_rule("use_sliding_window", False, "Megatron would attend to the whole sequence"),
         rope_rule("default", "yarn"),
     ),
     megatron_settings=_megatron_settings,

@@ -44,7 +44,7 @@ def test_the_sums_are_those_of_a_loop_over_rows(num_experts: int, k: int) -> Non
 
 
 def test_means_over_nothing_are_zero_and_others_are_those_of_the_sums() -> None:
-    found = summarize(torch.tensor([[0.0] * 5, [8.0, 2.0, 7.0, 1.0, 12.0]]))
+    found = summarize(np.array([[0.0] * 5, [8.0, 2.0, 7.0, 1.0, 12.0]]))
     assert found == {
         "disagreement": [0.0, 0.25],
         "jaccard": [0.0, 0.875],

@@ -6,12 +6,12 @@ import torch
 from policy_rows import policy_rows
 from torch import Tensor
 
-from moerl.algorithms.importance import Bounds, importance_weights
+from moerl.algorithms.importance import importance_weights
 
 
 def weights(proximal_T: Tensor, rollout_T: Tensor) -> Tensor:
     rows = policy_rows(proximal_T.detach().clone(), proximal_T=proximal_T, rollout_T=rollout_T)
-    return importance_weights(rows, "token", Bounds(0.0, 2.0))
+    return importance_weights(rows, "token", 0.0, 2.0)
 
 
 def test_weights_are_the_ratio_up_to_the_cap_and_carry_no_gradient() -> None:

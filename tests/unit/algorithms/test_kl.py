@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_rows import policy_rows
 
-from moerl.algorithms.kl import k3_estimate, kl_penalty
+from moerl.algorithms.losses import k3_estimate, kl_penalty
 
 
 def test_the_penalty_adds_the_scaled_kl_on_trained_tokens_with_its_gradient() -> None:

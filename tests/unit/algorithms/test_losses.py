@@ -8,14 +8,14 @@ import pytest
 import torch
 from policy_rows import grpo, policy_rows
 
-from moerl.algorithms.losses import clipped_policy_loss
+from moerl.algorithms.losses import clipped_policy_loss, log_ratio
 
 
 def one_token(ratio: float, advantage: float, weight: float = 1.0) -> tuple[float, float, bool]:
     """Loss, gradient with respect to the trainer's log-prob, and whether it was clipped (0.2 below, 0.3 above)."""
     trainer = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     rows = policy_rows(trainer, advantages_T=torch.tensor([advantage], dtype=torch.float64))
-    loss = clipped_policy_loss(rows, torch.tensor([weight], dtype=torch.float64), 0.2, 0.3)
+    loss = clipped_policy_loss(rows, torch.tensor([weight], dtype=torch.float64), log_ratio(rows), 0.2, 0.3)
     (gradient,) = torch.autograd.grad(loss.loss_T.sum(), trainer)
     return float(loss.loss_T.detach()), float(gradient), bool(loss.clipped_T)
 
@@ -89,7 +89,7 @@ def test_masked_tokens_add_nothing_whatever_they_hold() -> None:
     trainer = torch.tensor([0.0, 500.0, float("nan")], requires_grad=True)
     advantages, mask = torch.tensor([1.0, -1.0, 1.0]), torch.tensor([True, False, False])
     rows = policy_rows(trainer, advantages_T=advantages, mask_T=mask)
-    loss = clipped_policy_loss(rows, torch.ones(3), 0.2, 0.3)
+    loss = clipped_policy_loss(rows, torch.ones(3), log_ratio(rows), 0.2, 0.3)
     loss.loss_T.sum().backward()
     assert loss.loss_T.tolist() == [-1.0, 0.0, 0.0]
     assert loss.clipped_T.tolist() == [False, False, False]
@@ -101,6 +101,6 @@ def test_gradients_flow_to_the_trainers_logprobs_alone() -> None:
     leaves = [torch.tensor([0.1, -0.2]).requires_grad_() for _ in range(5)]
     trainer, proximal, rollout, advantages, weights = leaves
     rows = policy_rows(trainer, proximal_T=proximal, rollout_T=rollout, advantages_T=advantages)
-    clipped_policy_loss(rows, weights, 0.2, 0.3).loss_T.sum().backward()
+    clipped_policy_loss(rows, weights, log_ratio(rows), 0.2, 0.3).loss_T.sum().backward()
     assert trainer.grad is not None
     assert all(leaf.grad is None for leaf in leaves[1:])

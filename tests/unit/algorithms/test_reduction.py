@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms.reduction import token_mean
+from moerl.algorithms.losses import token_mean
 from moerl.errors import ContractError
 
 

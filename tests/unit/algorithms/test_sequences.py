@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_rows import SequenceObjective, policy_rows
 
-from moerl.algorithms.sequences import Sequences
+from moerl.algorithms.policy import Sequences
 from moerl.contract.batch import BatchTotals
 
 LENGTHS = (3, 1, 4, 2)

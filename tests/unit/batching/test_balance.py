@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.batching.balance import CLOSE_ENOUGH, Division
+from moerl.batching.partition import CLOSE_ENOUGH, Division
 
 
 def division(rows: list[int], pack_of: list[int], rank_of: list[int], capacity: int) -> Division:

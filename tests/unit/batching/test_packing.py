@@ -18,7 +18,6 @@ from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import (
     PackOptions,
     pack_for_ranks,
-    pack_text,
     pack_text_for_ranks,
     pack_trajectories,
     packing_metrics,
@@ -387,10 +386,3 @@ def test_supervised_rows_are_shifted_and_appear_once(lengths: list[int], budget:
             assert batch.input_ids[row] == one.token_ids[t]
             assert batch.target_ids[row] == one.token_ids[t + 1]
             assert batch.loss_mask[row] == one.loss_mask[t + 1]
-
-
-def test_supervised_sequences_are_packed_on_one_rank_as_on_several():
-    samples = [text(length) for length in (9, 5, 7)]
-    alone = pack_text(samples, PackOptions(16, Padding(total=4)))
-    (rank,) = pack_text_for_ranks(samples, 1, PackOptions(16, Padding(total=4)))
-    assert all(same(a, b) for a, b in zip(alone, rank, strict=True))

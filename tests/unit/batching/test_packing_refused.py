@@ -12,7 +12,7 @@ from packing_samples import sample, text
 from moerl.batching.packing import (
     PackOptions,
     pack_for_ranks,
-    pack_text,
+    pack_text_for_ranks,
     pack_trajectories,
 )
 from moerl.batching.rows import Padding
@@ -80,5 +80,5 @@ def test_a_budget_below_one_padded_row_is_refused():
 )
 def test_a_supervised_sequence_that_cannot_be_shifted_is_refused(bad: TextSample, reason: Reason):
     with pytest.raises(ContractError) as caught:
-        pack_text([text(5), bad], PackOptions(64, Padding(total=1)))
+        pack_text_for_ranks([text(5), bad], 1, PackOptions(64, Padding(total=1)))
     assert caught.value.reason == reason

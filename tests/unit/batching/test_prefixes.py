@@ -146,7 +146,7 @@ def test_a_sample_of_another_prompt_of_the_same_length_shares_nothing() -> None:
     tokens[0] = (tokens[0] + 1) % SPEC.vocab_size
     group[2] = changed(group[2], token_ids=tokens)
     families = find_families(group, Padding(), 100)
-    assert [(family.members, getattr(family, "num_shared", None)) for family in families] == [((0, 1), 5), ((2,), 0)]
+    assert [(family.members, family.nums_shared[0]) for family in families] == [((0, 1), 5), ((2,), 0)]
 
 
 def test_the_last_token_of_the_prompt_stays_with_each_response() -> None:
@@ -164,7 +164,7 @@ def test_the_last_token_of_the_prompt_stays_with_each_response() -> None:
 def test_no_padding_comes_between_a_prompt_and_its_responses(num_prompt: int, shared: int) -> None:
     group = make_group(np.random.default_rng(0), "a", num_prompt, [3, 3])
     families = find_families(group, Padding(sequence=4), 100)
-    assert {getattr(family, "num_shared", None) for family in families} == {shared}
+    assert {family.nums_shared[0] for family in families} == {shared}
 
 
 def test_forks_go_on_from_their_session_and_a_fork_of_a_fork_from_what_it_has_of_the_first() -> None:
@@ -187,7 +187,7 @@ def test_a_fork_at_the_prompt_shares_it_with_the_group() -> None:
     rng = np.random.default_rng(0)
     group = make_group(rng, "a", 6, [8, 8])
     families = find_families([*group, make_fork(rng, group[0], "b", 0)], Padding(), 100)
-    assert [(family.members, getattr(family, "num_shared", None)) for family in families] == [((0, 1, 2), 5)]
+    assert [(family.members, family.nums_shared[0]) for family in families] == [((0, 1, 2), 5)]
 
 
 def test_a_fork_that_was_routed_otherwise_or_does_not_fit_is_packed_alone() -> None:

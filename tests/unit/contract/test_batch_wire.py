@@ -13,7 +13,7 @@ from factories import FULL, NUCLEUS, SPEC, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text, pack_trajectories
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, pack_trajectories
 from moerl.batching.rows import Padding
 from moerl.contract import batch_wire
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
@@ -112,7 +112,9 @@ def test_a_microbatch_of_pad_rows_alone_has_the_scores_of_all() -> None:
 
 
 def test_supervised_batches_travel_without_routing():
-    sent = pack_text([TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], PackOptions(64, Padding(total=4)))
+    sent = pack_text_for_ranks(
+        [TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], 1, PackOptions(64, Padding(total=4))
+    )[0]
     (back,), _ = decode_batches(encode_batches(sent, {}), spec=SPEC)
     assert_same(sent[0], back)
 

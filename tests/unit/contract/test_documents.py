@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from factories import FULL, SPEC, make_trajectory
 
-from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
 from moerl.contract.batch import TextSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.demands import MAX_NAMES, MAX_TEXT_BYTES
@@ -91,7 +91,7 @@ def test_a_frame_of_very_many_trajectories_is_refused_before_they_are_built():
 
 
 def test_batches_and_facts_are_counted_too():
-    batches = pack_text([TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], PackOptions(64))
+    batches = pack_text_for_ranks([TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], 1, PackOptions(64))[0]
     document, _ = document_of(encode_batches(batches, {"tokens": 1.0}), FrameKind.BATCHES)
     message = msgspec.msgpack.decode(document)
     for bomb in (

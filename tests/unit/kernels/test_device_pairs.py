@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moerl.kernels import device_pairs
-from moerl.kernels.device_pairs import LEFT_ALONE, DevicePairs, Extents, Sums
+from moerl.kernels.device_pairs import LEFT_ALONE, DevicePairs, Sums
+from moerl.kernels.head import VocabShard
 from moerl.kernels.segments import SortedPairs
 from moerl.kernels.transfer import transfer
-from moerl.kernels.vocab_parallel import VocabShard
 
 VOCAB, WIDTH = 23, 8
 SHARD = VocabShard.from_group(VOCAB, VOCAB + 2, None)
@@ -26,7 +26,7 @@ def planned(listed: list[list[int]], advantage: float, longest: int) -> tuple[De
         patches.setattr(device_pairs, "DENSE_ADVANTAGE", advantage)
         patches.setattr(device_pairs, "LONGEST", longest)
         sorted_pairs = SortedPairs.of(pairs_N2[:, 0], pairs_N2[:, 1], SHARD)
-        arrays = device_pairs.device_arrays(sorted_pairs, Extents(len(listed), SHARD.num_columns, WIDTH))
+        arrays = device_pairs.device_arrays(sorted_pairs, len(listed), SHARD.num_columns, WIDTH)
     return device_pairs.device_pairs(transfer(arrays, torch.device("cpu")), len(pairs_N2)), pairs_N2
 
 
@@ -92,7 +92,7 @@ def test_ids_of_many_rows_become_columns_of_a_product() -> None:
 def test_ids_of_other_shards_are_left_to_them() -> None:
     rows_N, ids_N = np.array([0, 0, 1, 1]), np.array([2, 9, 2, 30])
     shard = VocabShard(8, 16, 31, group=object())  # type: ignore[arg-type]
-    arrays = device_pairs.device_arrays(SortedPairs.of(rows_N, ids_N, shard), Extents(2, 8, WIDTH))
+    arrays = device_pairs.device_arrays(SortedPairs.of(rows_N, ids_N, shard), 2, 8, WIDTH)
     pairs = device_pairs.device_pairs(transfer(arrays, torch.device("cpu")), 4)
     assert not pairs.writes_all
     everything = [*pairs.columns_P.tolist(), *[c for slab in pairs.common for c in slab.columns_U.tolist()]]

@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels import products
 from moerl.kernels.full_kl import kl_full
-from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.kept import kl_kept
 from moerl.kernels.plan import Rows, plan_full, plan_rows
 from moerl.kernels.scores import listed_logprobs, score_full, score_kept
-from moerl.kernels.vocab_parallel import VocabShard
 
 triton = pytest.importorskip("triton")
 

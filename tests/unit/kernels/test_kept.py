@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
+from kernel_cases import kept_rows
 
 from moerl.contract.trajectory import KeptSets
-from moerl.errors import ContractError
-from moerl.kernels.kept import KeptRows, kl_kept, segment_log_softmax, segment_sum
+from moerl.kernels.kept import kl_kept, segment_log_softmax, segment_sum
 
 
 def sets() -> KeptSets:
@@ -19,7 +18,7 @@ FLAGS = np.array([False, True, True, False])
 
 
 def test_csr_sets_become_flat_rows_and_ids() -> None:
-    kept = KeptRows.from_csr(sets(), FLAGS, "cpu")
+    kept = kept_rows(sets(), FLAGS)
     assert kept.num_rows == 4
     assert kept.rows.tolist() == [1, 1, 2, 2, 2]
     assert kept.ids.tolist() == [4, 9, 1, 2, 30]
@@ -29,22 +28,9 @@ def test_csr_sets_become_flat_rows_and_ids() -> None:
 
 
 def test_a_microbatch_without_any_list_is_fine() -> None:
-    kept = KeptRows.from_csr(KeptSets.empty(3), np.zeros(3, np.bool_), "cpu")
+    kept = kept_rows(KeptSets.empty(3), np.zeros(3, np.bool_))
     assert kept.rows.shape == kept.ids.shape == (0,)
     assert segment_sum(torch.zeros(0), kept.rows, 3).tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_flag_that_disagrees_with_the_list_is_refused(row: int) -> None:
-    flags = FLAGS.copy()
-    flags[row] = not flags[row]
-    with pytest.raises(ContractError, match="truncated_disagrees"):
-        KeptRows.from_csr(sets(), flags, "cpu")
-
-
-def test_flags_of_another_number_of_rows_are_refused() -> None:
-    with pytest.raises(ContractError, match="kept_shape"):
-        KeptRows.from_csr(sets(), FLAGS[:3], "cpu")
 
 
 def test_sums_over_large_sets_are_accumulated_in_float64() -> None:
@@ -60,7 +46,7 @@ def test_the_segment_log_softmax_passes_a_float64_gradcheck() -> None:
 
 
 def test_the_kept_kl_is_the_exact_sum_over_kept_ids_with_its_gradient() -> None:
-    kept = KeptRows.from_csr(sets(), FLAGS, "cpu")
+    kept = kept_rows(sets(), FLAGS)
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
     reference = segment_log_softmax(torch.randn(5, dtype=torch.float64, generator=generator), kept.rows, 4)

@@ -18,8 +18,8 @@ from kernel_cases import (
 from torch import Tensor
 
 from moerl.kernels import full, pairs, products
+from moerl.kernels.head import VocabShard
 from moerl.kernels.segments import SortedPairs
-from moerl.kernels.vocab_parallel import VocabShard
 
 
 def sorted_pairs(case: Case) -> SortedPairs:

@@ -32,11 +32,10 @@ from torch import Tensor
 
 from moerl.errors import ContractError
 from moerl.kernels.full_kl import kl_full
-from moerl.kernels.head import Head
+from moerl.kernels.head import Head, VocabShard
 from moerl.kernels.kept import kl_kept
 from moerl.kernels.plan import plan_full, plan_rows
 from moerl.kernels.scores import listed_logprobs, score_kept
-from moerl.kernels.vocab_parallel import VocabShard
 
 
 def assert_scores_are_exact(case: Case) -> None:

@@ -59,10 +59,17 @@ def test_per_row_arrays_of_another_microbatch_are_refused(field: str) -> None:
         plan_rows(rows, case.inputs())
 
 
-def test_a_flag_that_disagrees_with_the_list_is_refused() -> None:
+@pytest.mark.parametrize("flags", [[True, True], [False, False]])
+def test_a_flag_that_disagrees_with_the_list_is_refused(flags: list[bool]) -> None:
     case = make_case([3, 0])
     with pytest.raises(ContractError, match="truncated_disagrees"):
-        plan_rows(replace(case.rows(), truncated_T=np.array([True, True])), case.inputs())
+        plan_rows(replace(case.rows(), truncated_T=np.array(flags)), case.inputs())
+
+
+def test_kept_sets_of_another_number_of_rows_are_refused() -> None:
+    case = make_case([3, 0])
+    with pytest.raises(ContractError, match="kept_shape"):
+        plan_rows(replace(case.rows(), kept=make_case([3, 0, 0]).sets), case.inputs())
 
 
 def test_a_plan_of_another_microbatch_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moerl.errors import ContractError
-from moerl.kernels.vocab_parallel import VocabShard
+from moerl.kernels.head import VocabShard
 
 
 def test_padding_columns_count_as_no_token() -> None:

@@ -7,7 +7,7 @@ from families import FAMILIES
 
 from moerl.errors import ConfigError
 from moerl.models import families
-from moerl.models.trainable import refuse_untrainable
+from moerl.models.description import refuse_untrainable
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

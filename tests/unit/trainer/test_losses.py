@@ -12,7 +12,7 @@ import torch
 from ranks import Ranks
 
 from moerl.algorithms.policy import KLSupport
-from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
 
@@ -251,7 +251,7 @@ def test_the_supervised_loss_and_its_gradient_equal_transformers(untied: Path, o
     for length in LENGTHS:
         mask = np.arange(length) >= rng.integers(1, length)
         samples.append(TextSample(rng.integers(0, tiny_moe.SPEC.vocab_size, length, dtype=np.int32), mask))
-    batches = pack_text(samples, PackOptions(64, Padding(total=4)))
+    batches = pack_text_for_ranks(samples, 1, PackOptions(64, Padding(total=4)))[0]
     ((loss, gradients),) = one_process.run(take_text_step, untied, batches)
     judge = tiny_moe.Judge(untied)
     total, count = torch.zeros(()), 0

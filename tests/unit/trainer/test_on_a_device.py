@@ -13,7 +13,7 @@ from ranks import Ranks
 from replay_steps import make_batches, step
 from torch import nn
 
-from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample
 
@@ -92,7 +92,7 @@ def run_on_a_device(layout: Any, path: Path, folder: Path, options: dict[str, An
 def make_texts() -> list[Any]:
     samples = tiny_moe.make_samples(5, (21, 30, 12))
     texts = [TextSample(each.trajectory.token_ids.copy(), each.trajectory.sampled.copy()) for each in samples]
-    return pack_text(texts, PackOptions(48, Padding(total=4)))
+    return pack_text_for_ranks(texts, 1, PackOptions(48, Padding(total=4)))[0]
 
 
 @pytest.mark.parametrize(

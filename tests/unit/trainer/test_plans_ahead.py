@@ -13,9 +13,8 @@ import torch
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ContractError
 from moerl.kernels import plan, products
-from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.plan import HostPlan
-from moerl.kernels.vocab_parallel import VocabShard
 from moerl.trainer.losses import Scorer
 
 NUM_ROWS, VOCAB = 3, 11

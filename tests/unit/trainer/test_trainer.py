@@ -11,7 +11,7 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.errors import CheckpointError
@@ -91,7 +91,7 @@ def train_twice_with_two_threads(layout: Any, path: Path) -> float:
     texts = [
         TextSample(sample.trajectory.token_ids.copy(), np.arange(len(sample.trajectory)) > 4) for sample in samples
     ]
-    text_batches = pack_text(texts, PackOptions(1024, Padding(total=4)))
+    text_batches = pack_text_for_ranks(texts, 1, PackOptions(1024, Padding(total=4)))[0]
     batches = tiny_moe.pack(samples, token_budget=1024)[0]
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2

@@ -13,7 +13,7 @@ import torch
 from ranks import Ranks
 from replay_steps import make_batches
 
-from moerl.algorithms.sequences import Sequences
+from moerl.algorithms.policy import Sequences
 
 
 def waits_of_a_step(layout: Any, path: Path, enforce: bool, options: dict[str, Any]) -> tuple[Counter[str], str]:
