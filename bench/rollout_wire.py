@@ -32,7 +32,7 @@ from moerl.http.client import Request, excerpt_of
 from moerl.http.keys import Key
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import (
     decode_compact,
     finish_reason,

@@ -46,7 +46,7 @@ from moerl.contract.disk import read_parquet, write_parquet
 from moerl.contract.frame import HEADER_BYTES, MAGIC, SCHEMA_VERSION, FrameKind, pack_frame, unpack_frame
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import MoerlError
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import VersionSpan, decode_compact, read_segment
 
 LIMIT_BYTES = 1 << 24

@@ -15,7 +15,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, Trajectory
 from moerl.rollout.conformance.bench import Bench, FailedCheckError, kept_of, logprobs_of, rows_of
 from moerl.rollout.conformance.subject import Answer, Ask
-from moerl.rollout.fleet.segments import Segment, trajectory_values
+from moerl.rollout.segments import Segment, trajectory_values
 
 _ROUNDING = 1e-6
 """Least amount by which a float32 log-prob may be too large."""

@@ -13,7 +13,7 @@ import msgspec
 from moerl.contract.documents import check_document
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec
-from moerl.rollout.fleet.segments import first_row
+from moerl.rollout.segments import first_row
 
 _PAYLOAD_HEAD_BYTES = 1 << 10
 """Names and lengths of the fields of a compact answer."""

@@ -13,7 +13,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.rollout.fleet.backend import ModelFacts, TransportError, new_request_id
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.segments import first_row
+from moerl.rollout.segments import first_row
 from moerl.rollout.sglang.bounds import AnswerBounds, read_meta
 from moerl.rollout.sglang.handshake import (
     ServerFacts,
