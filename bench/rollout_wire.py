@@ -39,8 +39,7 @@ from moerl.rollout.sglang.answers import (
     read_segment,
     version_spans,
 )
-from moerl.rollout.sglang.bounds import answer_bounds
-from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.client import answer_bounds, request_body
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 NUM_PROMPT, NUM_NEW, NUM_REQUESTS, REPEATS = 64, 192, 8, 5
