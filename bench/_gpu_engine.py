@@ -159,8 +159,8 @@ def drawn_again(model: ModelDescription, trajectories: Sequence[Trajectory], dev
         seeds = np.full(len(positions), request.sampling.seed, np.uint64)
         params = RowParams.of([request.sampling] * len(positions))
         found = sample(logits_TV[torch.from_numpy(positions - 1)], params, seeded_uniforms(seeds, positions))
-        same_tokens += (found.token_ids.numpy() == trajectory.token_ids[positions]).tolist()
-        sets = np.split(found.kept_ids.numpy(), np.cumsum(found.kept_sizes.numpy())[:-1])
+        same_tokens += (found.token_ids == trajectory.token_ids[positions]).tolist()
+        sets = np.split(found.kept_ids, np.cumsum(found.kept_sizes)[:-1])
         bounds = zip(trajectory.kept.offsets[positions], trajectory.kept.offsets[positions + 1], strict=True)
         held = [trajectory.kept.ids[start:end] for start, end in bounds]
         same_sets += [np.array_equal(mine, wanted) for mine, wanted in zip(held, sets, strict=True)]

@@ -32,9 +32,9 @@ from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.orchestration.batches import pack_minibatch
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, read_segment, version_spans
-from moerl.rollout.sglang.bounds import answer_bounds, read_meta
+from moerl.rollout.sglang.client import answer_bounds, read_meta
 from moerl.telemetry.spans import peak_rss_bytes
 
 NUM_TOKENS = 200 * 32_768

@@ -32,15 +32,14 @@ from moerl.http.client import Request, excerpt_of
 from moerl.http.keys import Key
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import (
     decode_compact,
     finish_reason,
     read_segment,
     version_spans,
 )
-from moerl.rollout.sglang.bounds import answer_bounds
-from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.client import answer_bounds, request_body
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 NUM_PROMPT, NUM_NEW, NUM_REQUESTS, REPEATS = 64, 192, 8, 5

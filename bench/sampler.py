@@ -64,7 +64,7 @@ def seconds_in_turns(functions: list[Callable[[], object]], repeats: int) -> lis
 def measure(name: str, params: SamplingParams, logits: Tensor) -> list[Result]:
     rows = RowParams.of([params] * NUM_ROWS)
     u = seeded_uniforms(np.arange(NUM_ROWS, dtype=np.uint64), np.arange(NUM_ROWS))
-    kept = sample(logits, rows, u).kept_sizes.float().mean().item()
+    kept = float(sample(logits, rows, u).kept_sizes.mean())
     captured, plain = seconds_in_turns(
         [lambda: sample(logits, rows, u), lambda: sample(logits, rows, u, capture=False)], REPEATS
     )

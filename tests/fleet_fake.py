@@ -23,8 +23,8 @@ from moerl.rollout.fleet.backend import Attempt, AttemptResult, Bucket, KeyRefus
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.fleet.segments import Segment, first_row
 from moerl.rollout.fleet.sender import attempt
+from moerl.rollout.segments import Segment, first_row
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
 MODEL = ModelFacts(SPEC, (1, 3))

@@ -36,7 +36,7 @@ from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.contract.wire import decode_trajectories, encode_trajectories
 from moerl.errors import MoerlError
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import VersionSpan, decode_compact, read_segment
 
 LIMIT_BYTES = 1 << 24

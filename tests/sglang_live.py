@@ -20,11 +20,10 @@ from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, read_segment, version_spans
 from moerl.rollout.sglang.backend import sglang_engine
-from moerl.rollout.sglang.bounds import answer_bounds
-from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.client import answer_bounds, request_body
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
 from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.launchers import OwnServer

@@ -15,8 +15,9 @@ from moerl.launch.overview import SGLANG
 from moerl.machine.hub import model_directory
 from moerl.machine.model_tensors import check_weights
 from moerl.rollout.fleet.endpoint import read_endpoint, require_private
-from moerl.rollout.sglang.client import ServerClient
+from moerl.rollout.sglang.client import server_facts
 from moerl.rollout.sglang.handshake import ServerFacts
+from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.install import DEVICES, install, site_packages
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, PatchSet, read_patches, releases, verify_installation
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions, SGLangServer
@@ -91,13 +92,11 @@ def _check(options: argparse.Namespace) -> int:
 
 
 async def _shake_hands(server_file: Path) -> ServerFacts:
-    client = ServerClient(
-        read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS, control_seconds=_PROBE_SECONDS
-    )
+    http = SGLangHttp(read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS)
     try:
-        return await client.facts(None)
+        return await server_facts(http, None)
     finally:
-        await client.close()
+        await http.close()
 
 
 def _serve(options: argparse.Namespace) -> int:

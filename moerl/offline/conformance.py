@@ -15,10 +15,18 @@ from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
-from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
 from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
 from moerl.rollout.conformance.subject import AcrossUpdate, Ask, ReferenceJudge, Subject, SubjectFacts
-from moerl.rollout.conformance.suite import CHECKS, CheckResult, ConformanceCheck, run_checks
+from moerl.rollout.conformance.suite import (
+    CHECKS,
+    CheckResult,
+    ConformanceCheck,
+    as_json,
+    conforms,
+    counts,
+    run_checks,
+    verdict_lines,
+)
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.handshake import read_version

@@ -175,13 +175,12 @@ class DeviceSteps:
         end = 4 * (_WORDS * num_rows + num_listed)
         words, num_asked = output[:end].view(np.int32), len(params.greedy)
         rows = words[: _WORDS * num_rows].reshape(_WORDS, num_rows)[:, :num_asked]
-        require_finite(torch.from_numpy(rows[3].view(np.float32).copy()))
+        require_finite(rows[3].view(np.float32))
         sizes = rows[4].astype(np.int64)
         step = StepResult(
             token_ids=rows[0].astype(np.int64),
             rollout_logprobs=rows[1].view(np.float32),
             kept_logmass=rows[2].view(np.float32),
-            truncated=params.top_k.numpy() > 0,
             kept_ids=words[_WORDS * num_rows :][: int(sizes.sum())],
             kept_sizes=sizes,
         )

@@ -314,7 +314,7 @@ class EmbeddedEngine:
         run.table.append(slice(0, n), step, self._policy_version)
 
     def _draw(self, run: Schedule, rows: slice, params: RowParams) -> Draw:
-        return Draw(params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
+        return Draw(params, seeded_uniforms(run.table.seeds[rows], run.table.lengths[rows]))
 
     def _finish(self, run: Schedule) -> list[RolloutRecord]:
         """Returns the records of rows that their newest token ended; a stop token on the last place is a stop."""

@@ -18,7 +18,7 @@ seed and the token's position alone: neither batchmates nor scheduling change a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from moerl.contract.routing import mix
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.sampler_kernel import Cuts, Draws, sample_rows
+from moerl.rollout.slots import StepResult
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -72,36 +73,16 @@ class RowParams:
             any_top_p=min(top_p) < 1.0,
         )
 
-    def rows(self, index: Tensor) -> RowParams:
-        """Returns the named rows (int64 or bool index), with the bounds of all of them."""
-        return RowParams(
-            self.temperature[index],
-            self.top_p[index],
-            self.min_p[index],
-            self.top_k[index],
-            self.greedy[index],
-            self.max_top_k,
-            self.any_open,
-            self.any_top_p,
+    def rows(self, index: NDArray[np.int64]) -> RowParams:
+        """Returns the named rows, with the bounds of all of them."""
+        return replace(
+            self,
+            temperature=self.temperature[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            top_k=self.top_k[index],
+            greedy=self.greedy[index],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """Samples of one step. Without capture no row is truncated."""
-
-    token_ids: Tensor
-    """int64 [N]."""
-    rollout_logprobs: Tensor
-    """float32 [N], nats, as in the data contract; 0 for a greedy row."""
-    kept_logmass: Tensor
-    """float32 [N], nats, as in the data contract; 0 for a greedy row, and without capture."""
-    truncated: Tensor
-    """bool [N]."""
-    kept_ids: Tensor
-    """int32 [nnz]; kept sets of the truncated rows one after the other, ascending within a row."""
-    kept_sizes: Tensor
-    """int64 [N]; 0 if nothing was cut, and without capture."""
 
 
 def seeded_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -118,7 +99,7 @@ def seeded_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> 
 
 def sample(
     logits_NV: Tensor, params: RowParams, uniforms_N: NDArray[np.float64], *, capture: bool = True
-) -> SamplerOutput:
+) -> StepResult:
     """Draws one token per row, on a CPU (elsewhere: `moerl.rollout.device_sampler`).
 
     Args:
@@ -130,97 +111,68 @@ def sample(
     Raises:
         EngineError: A row of logits has no finite normaliser (NaN or +inf, or nothing but -inf).
     """
-    u_N = torch.from_numpy(uniforms_N)
     if not params.any_open:
-        return _sample_cut(logits_NV, params, u_N, capture)
+        return _sample_cut(logits_NV, params, uniforms_N, capture)
     if params.max_top_k == 0:
-        return _sample_open(logits_NV, params, u_N)
-    is_open = params.top_k == 0
-    cut = (~is_open).nonzero()[:, 0]
-    uncut = is_open.nonzero()[:, 0]
-    if len(cut) == 0:
-        return _sample_open(logits_NV, params, u_N)
-    if len(uncut) == 0:
-        return _sample_cut(logits_NV, params, u_N, capture)
-    return _join(
-        _sample_cut(logits_NV[cut], params.rows(cut), u_N[cut], capture),
-        _sample_open(logits_NV[uncut], params.rows(uncut), u_N[uncut]),
-        torch.argsort(torch.cat([cut, uncut])),
+        return _sample_open(logits_NV, params, uniforms_N)
+    is_open = params.top_k.numpy() == 0
+    cut, uncut = np.flatnonzero(~is_open), np.flatnonzero(is_open)
+    of_cut = _sample_cut(logits_NV[cut], params.rows(cut), uniforms_N[cut], capture)
+    of_open = _sample_open(logits_NV[uncut], params.rows(uncut), uniforms_N[uncut])
+    order = np.argsort(np.concatenate([cut, uncut]))
+    # Open rows list nothing, so kept ids keep their order.
+    return StepResult(
+        token_ids=np.concatenate([of_cut.token_ids, of_open.token_ids])[order],
+        rollout_logprobs=np.concatenate([of_cut.rollout_logprobs, of_open.rollout_logprobs])[order],
+        kept_logmass=np.concatenate([of_cut.kept_logmass, of_open.kept_logmass])[order],
+        kept_ids=of_cut.kept_ids,
+        kept_sizes=np.concatenate([of_cut.kept_sizes, of_open.kept_sizes])[order],
     )
 
 
-def _tempered(logits_NV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-    """Returns logits, float32 [N, V], over their temperature, and their normaliser, the log of the sum of their
-    exponentials."""
+def _sample_open(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64]) -> StepResult:
+    """Samples rows with the full vocabulary: nothing is listed."""
     z_NV = logits_NV.float() / params.temperature[:, None]
     log_z_N = torch.logsumexp(z_NV, dim=-1)
-    require_finite(log_z_N)
-    return z_NV, log_z_N
-
-
-def _sample_open(logits_NV: Tensor, params: RowParams, u_N: Tensor) -> SamplerOutput:
-    """Samples rows with the full vocabulary: nothing is listed."""
-    z_NV, log_z_N = _tempered(logits_NV, params)
-    token_ids = _draw(torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64), u_N)
-    logprobs = z_NV.gather(1, token_ids[:, None])[:, 0] - log_z_N
-    return SamplerOutput(
-        token_ids=token_ids,
-        rollout_logprobs=logprobs.clamp_(max=0.0),
-        kept_logmass=torch.zeros_like(log_z_N),
-        truncated=torch.zeros_like(token_ids, dtype=torch.bool),
-        kept_ids=torch.zeros(0, dtype=torch.int32, device=z_NV.device),
-        kept_sizes=torch.zeros_like(token_ids),
+    require_finite(log_z_N.numpy())
+    cdf_NV = torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64)
+    # The first token whose cumulated weight exceeds u * total; its own weight is above 0. u is at most 1 - 2**-53, so
+    # in float64 u * total rounds to less than total: never past the last weight.
+    target_N = torch.from_numpy(u_N) * cdf_NV[:, -1]
+    token_ids = torch.searchsorted(cdf_NV, target_N[:, None], right=True)
+    logprobs = z_NV.gather(1, token_ids)[:, 0] - log_z_N
+    return StepResult(
+        token_ids=token_ids[:, 0].numpy(),
+        rollout_logprobs=logprobs.clamp_(max=0.0).numpy(),
+        kept_logmass=np.zeros(len(u_N), np.float32),
+        kept_ids=np.zeros(0, np.int32),
+        kept_sizes=np.zeros(len(u_N), np.int64),
     )
 
 
-def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
+def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64], capture: bool) -> StepResult:
     """Samples rows with a finite top-k."""
     num_rows, num_vocab = logits_NV.shape
-    token_ids, sizes_N = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
-    logprobs, kept_logmass, log_z_N = (torch.empty(num_rows) for _ in range(3))
-    kept_ids = torch.empty(num_rows * min(params.max_top_k, num_vocab), dtype=torch.int32)
     asked = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy)
-    cuts = Cuts(*(each.numpy() for each in asked))
-    made = (token_ids, logprobs, kept_logmass, log_z_N, sizes_N, kept_ids)
-    draws = Draws(*(each.numpy() for each in made))
-    num_kept = sample_rows(logits_NV.float().contiguous().numpy(), cuts, u_N.numpy(), draws)
-    if not np.isfinite(draws.log_z).all():
-        require_finite(log_z_N)
+    draws = Draws(
+        token_ids=np.empty(num_rows, np.int64),
+        logprobs=np.empty(num_rows, np.float32),
+        kept_mass=np.empty(num_rows, np.float32),
+        log_z=np.empty(num_rows, np.float32),
+        kept_sizes=np.empty(num_rows, np.int64),
+        kept_ids=np.empty(num_rows * min(params.max_top_k, num_vocab), np.int32),
+    )
+    logits = logits_NV.float().contiguous().numpy()
+    num_kept = sample_rows(logits, Cuts(*(each.numpy() for each in asked)), u_N, draws)
+    require_finite(draws.log_z)
     if not capture:
-        kept_logmass, sizes_N, num_kept = torch.zeros_like(kept_logmass), torch.zeros_like(sizes_N), 0
-    return SamplerOutput(
-        token_ids=token_ids,
-        rollout_logprobs=logprobs,
-        kept_logmass=kept_logmass,
-        truncated=torch.full_like(params.greedy, capture),
-        kept_ids=kept_ids[:num_kept],
-        kept_sizes=sizes_N,
-    )
+        draws.kept_mass[:], draws.kept_sizes[:], num_kept = 0.0, 0, 0
+    return StepResult(draws.token_ids, draws.logprobs, draws.kept_mass, draws.kept_ids[:num_kept], draws.kept_sizes)
 
 
-def _draw(cdf_NM: Tensor, u_N: Tensor) -> Tensor:
-    """Returns the column of the draw, int64 [N]: the first whose cumulated weight (float64) exceeds u * total; its own
-    weight is above 0."""
-    # u is at most 1 - 2**-53, so in float64 u * total rounds to less than total: never past the last weight.
-    target_N = u_N * cdf_NM[:, -1]
-    return torch.searchsorted(cdf_NM, target_N[:, None], right=True)[:, 0]
-
-
-def _join(cut: SamplerOutput, uncut: SamplerOutput, order: Tensor) -> SamplerOutput:
-    """Puts rows of both parts back in the order of the batch. Open rows list nothing, so kept_ids keep their order."""
-    return SamplerOutput(
-        token_ids=torch.cat([cut.token_ids, uncut.token_ids])[order],
-        rollout_logprobs=torch.cat([cut.rollout_logprobs, uncut.rollout_logprobs])[order],
-        kept_logmass=torch.cat([cut.kept_logmass, uncut.kept_logmass])[order],
-        truncated=torch.cat([cut.truncated, uncut.truncated])[order],
-        kept_ids=cut.kept_ids,
-        kept_sizes=torch.cat([cut.kept_sizes, uncut.kept_sizes])[order],
-    )
-
-
-def require_finite(log_z_N: Tensor) -> None:
+def require_finite(log_z_N: NDArray[np.float32]) -> None:
     """Raises `EngineError` if a normaliser of N rows is not finite."""
-    broken = (~torch.isfinite(log_z_N)).nonzero()[:, 0]
+    broken = np.flatnonzero(~np.isfinite(log_z_N))
     if len(broken):
         raise EngineError(
             "sampler: logits without a finite normaliser",

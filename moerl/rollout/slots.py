@@ -17,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import FinishReason, KeptSets, ModelSpec, Turn, TurnKind
-from moerl.rollout.kept_pool import KeptPool
+from moerl.contract.trajectory import FinishReason, ModelSpec
+from moerl.rollout.segments import Segment, trajectory_values
 
+_MIN_CAPACITY = 1 << 16
+"""Kept ids that a pool has room for at first."""
 _POOL_SLACK = 1 << 20
 """Kept ids of finished rows that may stay in the pool before it is cleaned."""
 
 
 _PER_TOKEN = (
-    *("token_ids", "_rollout_logprobs", "_kept_logmass", "_policy_versions", "_truncated"),
+    *("token_ids", "_rollout_logprobs", "_kept_logmass", "_policy_versions"),
     *("_kept_starts", "_kept_sizes", "_expert_ids"),
 )
 """Attributes of a table that hold something for every token of every slot."""
@@ -33,20 +35,18 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Samples of one forward pass for m rows, on the host; as in `moerl.rollout.sampler.SamplerOutput`."""
+    """Samples of one forward pass for m rows, on the host."""
 
     token_ids: NDArray[np.int64]
     """int64 [m]."""
     rollout_logprobs: NDArray[np.float32]
-    """float32 [m], nats."""
+    """float32 [m], nats, as in the data contract; 0 for a greedy row."""
     kept_logmass: NDArray[np.float32]
-    """float32 [m], nats."""
-    truncated: NDArray[np.bool_]
-    """bool [m]."""
+    """float32 [m], nats, as in the data contract; 0 for a greedy row, and without capture."""
     kept_ids: NDArray[np.int32]
-    """int32 [sum of `kept_sizes`]."""
+    """int32 [sum of `kept_sizes`]; kept sets of the rows that were cut one after the other, ascending within a row."""
     kept_sizes: NDArray[np.int64]
-    """int64 [m]; 0 if nothing was cut."""
+    """int64 [m]; 0 if nothing was cut, and without capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,38 @@ class Occupant:
     """Time at which it was asked for."""
     admitted_at: float
     """Time at which it got the slot."""
+
+
+class KeptPool:
+    """Kept sets one after the other in one int32 array; the caller remembers the start and the size of each."""
+
+    def __init__(self) -> None:
+        self._ids = np.empty(_MIN_CAPACITY, np.int32)
+        self.num_used = 0
+
+    def append(self, ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Adds the sets that lie one after the other in ids; returns their starts, int64 [len(sizes)]."""
+        end = self.num_used + len(ids)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+            grown[: self.num_used] = self._ids[: self.num_used]
+            self._ids = grown
+        self._ids[self.num_used : end] = ids
+        starts = self.num_used + np.cumsum(sizes) - sizes
+        self.num_used = end
+        return starts
+
+    def take(self, starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Returns the named sets, one after the other, as a new array."""
+        shift = starts - (np.cumsum(sizes) - sizes)
+        return self._ids[np.repeat(shift, sizes) + np.arange(int(sizes.sum()))]
+
+    def keep_only(self, starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Drops every other set and frees their memory; returns the new starts."""
+        kept = self.take(starts, sizes)
+        self._ids = np.empty(max(_MIN_CAPACITY, 2 * len(kept)), np.int32)
+        self.num_used = 0
+        return self.append(kept, sizes)
 
 
 class SlotTable:
@@ -76,13 +108,12 @@ class SlotTable:
         self._rollout_logprobs = np.empty(shape, np.float32)
         self._kept_logmass = np.empty(shape, np.float32)
         self._policy_versions = np.empty(shape, np.int32)
-        self._truncated = np.empty(shape, np.bool_)
         self._kept_starts = np.empty(shape, np.int64)
         self._kept_sizes = np.empty(shape, np.int64)
         layers, experts_per_token = spec.num_moe_layers, spec.experts_per_token
         self._expert_ids = np.empty((*shape, layers, experts_per_token), spec.expert_dtype)
         self._max_lengths = np.zeros(num_slots, np.int64)
-        self._seeds = np.zeros(num_slots, np.uint64)
+        self.seeds = np.zeros(num_slots, np.uint64)
         self._stop_ids = np.full((num_slots, 1), -1, np.int64)
 
     def reserve(self, max_tokens: int) -> None:
@@ -109,9 +140,6 @@ class SlotTable:
         """The running requests, in slot order."""
         return [occupant.request for occupant in self._occupants]
 
-    def seeds(self, rows: slice) -> NDArray[np.uint64]:
-        return self._seeds[rows]
-
     def admit(self, requests: Sequence[RolloutRequest], asked_at: float) -> slice:
         """Puts the requests into the next free slots, in order; returns those slots."""
         now = time.perf_counter()
@@ -121,15 +149,15 @@ class SlotTable:
             num_prompt = len(request.prompt_ids)
             self.lengths[slot] = num_prompt
             self._max_lengths[slot] = num_prompt + request.max_new_tokens
-            self._seeds[slot] = request.sampling.seed % 2**64
+            self.seeds[slot] = request.sampling.seed % 2**64
             self.token_ids[slot, :num_prompt] = request.prompt_ids
-            self._rollout_logprobs[slot, :num_prompt] = 0.0
-            self._kept_logmass[slot, :num_prompt] = 0.0
-            self._policy_versions[slot, :num_prompt] = -1
-            self._truncated[slot, :num_prompt] = False
             self._kept_starts[slot, :num_prompt] = 0
             self._kept_sizes[slot, :num_prompt] = 0
-            self._write_stop_ids(slot, request.stop_ids)
+            missing = len(request.stop_ids) - self._stop_ids.shape[1]
+            if missing > 0:
+                self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+            self._stop_ids[slot] = -1
+            self._stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
         return slice(first, self.num_running)
 
     def write_prompt_routing(self, rows: slice, expert_ids: NDArray[Any]) -> None:
@@ -157,7 +185,6 @@ class SlotTable:
         self._rollout_logprobs[at] = step.rollout_logprobs
         self._kept_logmass[at] = step.kept_logmass
         self._policy_versions[at] = policy_version
-        self._truncated[at] = step.truncated
         self._kept_starts[at] = self._pool.append(step.kept_ids, step.kept_sizes)
         self._kept_sizes[at] = step.kept_sizes
         self.lengths[rows] += 1
@@ -177,36 +204,23 @@ class SlotTable:
         """Returns the `Trajectory` fields of a running row, as it stands; copies, final dtypes."""
         occupant = self._occupants[slot]
         request, now = occupant.request, time.perf_counter()
-        num_tokens, num_prompt = int(self.lengths[slot]), len(request.prompt_ids)
-        row = (slot, slice(num_tokens))
-        kept_sizes = self._kept_sizes[row]
-        offsets = np.zeros(num_tokens + 1, np.int64)
-        np.cumsum(kept_sizes, out=offsets[1:])
-        expert_ids = self._expert_ids[slot, : num_tokens - 1].copy()
-        expert_ids[: request.known_rows] = 0
-        return {
-            "spec": self._spec,
-            "lineage": request.lineage,
-            "turns": (
-                Turn(0, num_prompt, TurnKind.PROMPT),
-                Turn(num_prompt, num_tokens, TurnKind.SAMPLED, request.sampling),
-            ),
-            "token_ids": self.token_ids[row].copy(),
-            "sampled": np.arange(num_tokens) >= num_prompt,
-            "rollout_logprobs": self._rollout_logprobs[row].copy(),
-            "kept_logmass": self._kept_logmass[row].copy(),
-            "policy_versions": self._policy_versions[row].copy(),
-            "expert_ids": expert_ids,
-            "routed": np.arange(num_tokens - 1) >= request.known_rows,
-            "kept": KeptSets(offsets, self._pool.take(self._kept_starts[row], kept_sizes)),
-            "truncated": self._truncated[row].copy(),
-            "finish_reason": reason,
-            "attempt": 0,
-            "timings": {
-                "waiting_seconds": occupant.admitted_at - occupant.asked_at,
-                "sampling_seconds": now - occupant.admitted_at,
-            },
+        num_tokens = int(self.lengths[slot])
+        sampled = (slot, slice(len(request.prompt_ids), num_tokens))
+        kept_sizes = self._kept_sizes[sampled]
+        segment = Segment(
+            token_ids=self.token_ids[sampled],
+            rollout_logprobs=self._rollout_logprobs[sampled],
+            kept_logmass=self._kept_logmass[sampled],
+            policy_versions=self._policy_versions[sampled],
+            kept_sizes=kept_sizes,
+            kept_ids=self._pool.take(self._kept_starts[sampled], kept_sizes),
+            expert_ids=self._expert_ids[slot, request.known_rows : num_tokens - 1],
+        )
+        timings = {
+            "waiting_seconds": occupant.admitted_at - occupant.asked_at,
+            "sampling_seconds": now - occupant.admitted_at,
         }
+        return trajectory_values(request, [segment], reason, self._spec) | {"attempt": 0, "timings": timings}
 
     def release(self, done: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Frees the rows marked in done, bool [n], and closes the gaps with the last running rows.
@@ -223,20 +237,13 @@ class SlotTable:
         for name in _PER_TOKEN:
             array = getattr(self, name)
             array[targets, :used] = array[sources, :used]
-        for array in (self.lengths, self._max_lengths, self._seeds, self._stop_ids):
+        for array in (self.lengths, self._max_lengths, self.seeds, self._stop_ids):
             array[targets] = array[sources]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._occupants[target] = self._occupants[source]
         del self._occupants[num_left:]
         self._clean_pool()
         return sources, targets
-
-    def _write_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[slot] = -1
-        self._stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def _is_sampled(self, num_rows: int, num_tokens: int) -> NDArray[np.bool_]:
         """Returns bool [num_rows, num_tokens]: the place holds a token (prompt tokens have empty kept sets)."""

@@ -118,12 +118,4 @@ class HostSteps:
         """Samples the rows of `draw`. hidden: of these, and of others that fill the last block up if there are any."""
         with IndependentRows():
             logits = self._head(hidden)[: len(draw.uniforms), : self._vocab_size]
-        draws = sample(logits, draw.params, draw.uniforms)
-        return StepResult(
-            token_ids=draws.token_ids.numpy(),
-            rollout_logprobs=draws.rollout_logprobs.numpy(),
-            kept_logmass=draws.kept_logmass.numpy(),
-            truncated=draws.truncated.numpy(),
-            kept_ids=draws.kept_ids.numpy(),
-            kept_sizes=draws.kept_sizes.numpy(),
-        )
+        return sample(logits, draw.params, draw.uniforms)

@@ -59,9 +59,9 @@ def send(server: SGLangServer, folder: Path, version: int) -> None:
     async def update(http: SGLangHttp) -> None:
         calls = UpdateCalls("shared", http, 60.0)
         channel = SGLangChannel(calls, ChannelAddress(server.endpoint, 2, "gloo", 60.0), torch.device("cpu"))
-        await calls.begin()
+        await calls.begin_update()
         assert await channel.new_group().send(list(tensors.items()), {"shared": channel}, 0) == {}
-        await calls.end(version)
+        await calls.end_update(version)
         await calls.resume()
         await channel.close()
 

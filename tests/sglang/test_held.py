@@ -70,9 +70,9 @@ def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> N
     async def update(http: SGLangHttp) -> None:
         calls = UpdateCalls("two", http, 60.0)
         channel = SGLangChannel(calls, ChannelAddress(server.endpoint, 2, "gloo", 60.0), torch.device("cpu"))
-        await calls.begin()
+        await calls.begin_update()
         assert await channel.new_group().send(list(tensors.items()), {"two": channel}, 0) == {}
-        await calls.end(version)
+        await calls.end_update(version)
         await calls.resume()
         await channel.close()
 

@@ -135,7 +135,7 @@ def test_requests_of_one_call_are_answered_as_each_by_itself(server: SGLangServe
         together = await asyncio.gather(*(answers.ask(body, 1 << 20) for body in bodies), return_exceptions=True)
         await answers.close()
         alone = [body | {"rid": f"alone-{i}"} for i, body in enumerate(bodies) if i != 4]
-        return together, [await http.post_once("/generate", body, 1 << 20) for body in alone]
+        return together, [await http.call_once("/generate", body, 1 << 20) for body in alone]
 
     together, alone = sglang_live.over_http(server.endpoint, ask)
     # One that the server refuses is refused alone.

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, Trajectory
+from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
 from moerl.rollout.conformance.bench import Bench, FailedCheckError, kept_of, logprobs_of, rows_of
 from moerl.rollout.conformance.subject import Answer, Ask
-from moerl.rollout.fleet.segments import Segment, trajectory_values
+from moerl.rollout.segments import Segment, trajectory_values
 
 _ROUNDING = 1e-6
 """Least amount by which a float32 log-prob may be too large."""
@@ -249,10 +248,7 @@ def as_trajectory(ask: Ask, answer: Answer, spec: ModelSpec) -> Trajectory:
         np.concatenate([*answer.kept_sets, np.zeros(0, np.int32)]).astype(np.int32),
         _narrowed(answer.expert_ids, spec),
     )
-    lineage = Lineage("conformance", "conformance", "conformance")
-    request = RolloutRequest(lineage, ask.prompt_ids, ask.sampling, ask.max_new_tokens, ask.stop_ids)
-    values = trajectory_values(request, [segment], FinishReason(answer.finish_reason), spec)
-    return Trajectory(**values)
+    return Trajectory(**trajectory_values(ask.request(), [segment], FinishReason(answer.finish_reason), spec))
 
 
 def _narrowed(expert_ids: Any, spec: ModelSpec) -> Any:

@@ -13,14 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
-from moerl.contract.trajectory import Lineage, ModelSpec
+from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError
 from moerl.rollout.conformance.subject import Answer, Ask
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, num_sampled, read_all_rows, version_spans
-from moerl.rollout.sglang.bounds import answer_bounds, read_meta
-from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.client import answer_bounds, read_meta, request_body
 from moerl.rollout.sglang.http import decoded
 
 _MAX_JSON_BYTES = 1 << 28
@@ -37,14 +35,14 @@ class PatchedDialect:
         self._spec = spec
 
     def body(self, ask: Ask, request_id: str) -> Mapping[str, Any]:
-        body = request_body(_request(ask), request_id, _UNKNOWN_VERSION)
+        body = request_body(ask.request(), request_id, _UNKNOWN_VERSION)
         return body | {"routed_experts_start_len": ask.first_row, "extra_key": ask.cache_key}
 
     def max_bytes(self, ask: Ask) -> int:
-        return answer_bounds(_request(ask), 0, self._spec).response_bytes
+        return answer_bounds(ask.request(), 0, self._spec).response_bytes
 
     def read(self, ask: Ask, content: bytes) -> Answer | None:
-        request = _request(ask)
+        request = ask.request()
         bounds = answer_bounds(request, 0, self._spec)
         meta = decoded("/generate", content, lambda content: read_meta(content, bounds))
         reason = finish_reason(meta)
@@ -178,11 +176,6 @@ def _versions(meta: Mapping[str, Any], count: int) -> NDArray[np.int64] | None:
         return None
     versions = [np.full(max(0, span.end - span.start), int(span.version)) for span in spans]
     return np.concatenate([*versions, np.zeros(0, np.int64)])[:count]
-
-
-def _request(ask: Ask) -> RolloutRequest:
-    lineage = Lineage("conformance", "conformance", "conformance")
-    return RolloutRequest(lineage, ask.prompt_ids, ask.sampling, ask.max_new_tokens, ask.stop_ids)
 
 
 def _count(value: object) -> int | None:

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.ports import RolloutEngine, RolloutRecord, RolloutRequest
-from moerl.contract.trajectory import Lineage
+from moerl.contract.ports import RolloutEngine, RolloutRecord
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import ending
 from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
@@ -53,11 +52,7 @@ class EngineSubject:
 
     def __init__(self, engine: Updated, facts: SubjectFacts, weights: WeightSets | None = None) -> None:
         """Takes an engine. weights: those that it holds, and others; None if they are not to be replaced."""
-        self._engine, self._facts, self._weights = engine, facts, weights
-
-    @property
-    def facts(self) -> SubjectFacts:
-        return self._facts
+        self._engine, self.facts, self._weights = engine, facts, weights
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer]:
         answers = self._collect(asks, lambda: None)
@@ -95,7 +90,7 @@ class EngineSubject:
 
     def _collect(self, asks: Sequence[Ask], after_first: Callable[[], None]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        requests = [_request(ask, str(number)) for number, ask in enumerate(asks)]
+        requests = [ask.request(str(number)) for number, ask in enumerate(asks)]
         for record in self._engine.generate(requests):
             if record.refusal is not None:
                 raise record.refusal
@@ -103,11 +98,6 @@ class EngineSubject:
             if len(answers) == 1:
                 after_first()
         return answers
-
-
-def _request(ask: Ask, rollout_id: str) -> RolloutRequest:
-    lineage = Lineage(rollout_id, rollout_id, rollout_id)
-    return RolloutRequest(lineage, ask.prompt_ids, ask.sampling, ask.max_new_tokens, ask.stop_ids)
 
 
 def _answer(ask: Ask, record: RolloutRecord) -> Answer:

@@ -1,4 +1,5 @@
-"""Checks that compare answers: batches, prefix caches, long prompts, retraction, aborts, resuming, turns, updates.
+"""Checks that compare answers: batches, prefix caches, long prompts, retraction, aborts, resuming, turns, updates; and
+another implementation of the same model, the caller's `ReferenceJudge`.
 
 A row of routing depends on the tokens up to its own alone. So rows of equal beginnings are equal however they were
 computed; each check here is one way to get them. Each returns what it saw, or raises `FailedCheckError` or
@@ -21,7 +22,7 @@ from moerl.rollout.conformance.bench import (
     rows_of,
     tokens_of,
 )
-from moerl.rollout.conformance.subject import Answer, Ask, CannotAskError
+from moerl.rollout.conformance.subject import Answer, Ask, CannotAskError, Judged
 
 _MAX_LONG_PROMPT = 10_000
 """Longer than the pieces that servers prefill at a time by default (8192)."""
@@ -196,6 +197,30 @@ def updates_keep_versions_and_routes(bench: Bench) -> str:
     return f"{num_changed} answers of two versions: {routes.finish()}"
 
 
+def routes_are_those_of_the_reference(bench: Bench) -> str:
+    routes = RouteComparison(bench.tolerances.routes)
+    for ask, answer, judged in _judged(bench):
+        routes.add(f"transformers, {ask.sampling}", rows_of(answer), judged.own_ids)
+    return routes.finish()
+
+
+def logprobs_are_those_of_the_reference(bench: Bench) -> str:
+    """Compares log-probs, with the recorded experts and over the recorded kept sets."""
+    largest, count = 0.0, 0
+    for ask, answer, judged in _judged(bench):
+        apart = np.abs(np.asarray(answer.logprobs, np.float64) - judged.logprobs)
+        largest, count = max(largest, float(apart.max())), count + len(apart)
+        if largest > bench.tolerances.nats:
+            token = int(apart.argmax())
+            assert answer.logprobs is not None
+            raise FailedCheckError(
+                f"log-prob of sampled token {token}, {ask.sampling}",
+                seen=f"{answer.logprobs[token]:.6f}",
+                expected=f"{judged.logprobs[token]:.6f} by transformers, within {bench.tolerances.nats:g} nats",
+            )
+    return f"{count} tokens, at most {largest:.1e} nats apart"
+
+
 def _long_and_one_short(bench: Bench, name: str) -> list[Ask]:
     """Returns a short request and long ones; the end of the short one is the sign to interrupt the others."""
     longest = min(200, bench.subject.facts.max_tokens - 20)
@@ -236,3 +261,13 @@ def _demand_versions(answer: Answer, known: tuple[int, ...]) -> np.ndarray:
             expected=", then ".join(map(str, known)),
         )
     return versions
+
+
+def _judged(bench: Bench) -> list[tuple[Ask, Answer, Judged]]:
+    if bench.judge is None:
+        raise CannotAskError("no reference: give the model with --model HF_DIR")
+    asks = bench.mixed("reference", 12)
+    answers = bench.fresh(asks, "reference")
+    for answer in answers:
+        rows_of(answer)
+    return [(ask, answer, bench.judge.judge(ask, answer)) for ask, answer in zip(asks, answers, strict=True)]

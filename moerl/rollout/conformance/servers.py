@@ -81,12 +81,8 @@ class ServerSubject:
     def __init__(
         self, endpoint: Endpoint, facts: SubjectFacts, dialect: Dialect, *, seconds: float, update: Update | None
     ) -> None:
-        self._endpoint, self._facts, self._dialect = endpoint, facts, dialect
+        self._endpoint, self.facts, self._dialect = endpoint, facts, dialect
         self._seconds, self._update = seconds, update
-
-    @property
-    def facts(self) -> SubjectFacts:
-        return self._facts
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer]:
         answers = over_http(self._endpoint, self._seconds, lambda http: self._all(http, asks))
@@ -123,7 +119,7 @@ class ServerSubject:
 
     async def _one(self, http: SGLangHttp, ask: Ask, request_id: str) -> Answer | None:
         body, limit = self._dialect.body(ask, request_id), self._dialect.max_bytes(ask)
-        return self._dialect.read(ask, await http.post_once("/generate", body, limit, self._seconds))
+        return self._dialect.read(ask, await http.call_once("/generate", body, limit, self._seconds))
 
 
 def over_http[T](endpoint: Endpoint, seconds: float, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]]) -> T:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.trajectory import ModelSpec, SamplingParams
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
 from moerl.errors import EngineError
 
 
@@ -38,6 +39,11 @@ class Ask:
     """Index of the first input whose row of routing is asked for; earlier rows are there already."""
     cache_key: str = ""
     """Requests with other keys share no entries of a prefix cache, if the engine knows such keys."""
+
+    def request(self, rollout_id: str = "conformance") -> RolloutRequest:
+        """Returns the request as our port has it: without first row and cache key."""
+        lineage = Lineage(rollout_id, rollout_id, rollout_id)
+        return RolloutRequest(lineage, self.prompt_ids, self.sampling, self.max_new_tokens, self.stop_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,15 +1,28 @@
-"""All checks of the data contract, and what comes of them. Torch-free; any process."""
+"""All checks of the data contract, and what comes of them, as lines for people and as JSON for scripts.
+
+Torch-free; any process.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from moerl.errors import MoerlError
-from moerl.rollout.conformance import answer_checks, reference_checks, sampling_checks, sequence_checks
+from moerl.printable import printable
+from moerl.rollout.conformance import answer_checks as answers
+from moerl.rollout.conformance import sampling_checks as sampling
+from moerl.rollout.conformance import sequence_checks as sequences
 from moerl.rollout.conformance.bench import Bench, FailedCheckError
 from moerl.rollout.conformance.subject import CannotAskError
+
+SCHEMA = "moerl-conformance-1"
+
+_NAME, _OUTCOME = 20, 17
+"""Widths of columns."""
 
 
 class Outcome(StrEnum):
@@ -50,84 +63,53 @@ class CheckResult:
     """Text on what was expected; empty unless the check failed."""
 
 
-CHECKS = (
-    ConformanceCheck(
-        "answers", "Is each request answered with as many tokens as asked for?", answer_checks.answers_come
-    ),
-    ConformanceCheck("stop-ids", "Does a stop id end an answer, and stay in it?", answer_checks.stop_ids_end),
-    ConformanceCheck(
-        "seeds", "Do equal seeds give equal tokens, whatever runs beside?", sampling_checks.seeds_reproduce
-    ),
-    ConformanceCheck("routing-there", "Are there routes?", answer_checks.routes_are_there),
-    ConformanceCheck(
-        "routing-rows",
-        "Has every input token one row, prompts too, and the last token none?",
-        answer_checks.routes_have_rows,
-    ),
-    ConformanceCheck(
-        "routing-shape", "Are routes [S-1, MoE layers, experts per token]?", answer_checks.routes_have_shape
-    ),
-    ConformanceCheck(
-        "routing-experts", "Are expert ids in range, and distinct in a row?", answer_checks.routes_have_experts
-    ),
-    ConformanceCheck(
-        "batch", "Are routes the same alone and in a mixed batch?", sequence_checks.batches_change_nothing
-    ),
-    ConformanceCheck(
-        "prefix-cache",
-        "Do hits of a prefix cache bring whole and equal routes?",
-        sequence_checks.prefix_hits_change_nothing,
-    ),
-    ConformanceCheck(
+_CHECKS: tuple[tuple[str, str, Callable[[Bench], str]], ...] = (
+    ("answers", "Is each request answered with as many tokens as asked for?", answers.answers_come),
+    ("stop-ids", "Does a stop id end an answer, and stay in it?", answers.stop_ids_end),
+    ("seeds", "Do equal seeds give equal tokens, whatever runs beside?", sampling.seeds_reproduce),
+    ("routing-there", "Are there routes?", answers.routes_are_there),
+    ("routing-rows", "Has every input token one row, prompts too, and the last token none?", answers.routes_have_rows),
+    ("routing-shape", "Are routes [S-1, MoE layers, experts per token]?", answers.routes_have_shape),
+    ("routing-experts", "Are expert ids in range, and distinct in a row?", answers.routes_have_experts),
+    ("batch", "Are routes the same alone and in a mixed batch?", sequences.batches_change_nothing),
+    ("prefix-cache", "Do hits of a prefix cache bring whole and equal routes?", sequences.prefix_hits_change_nothing),
+    (
         "long-prompts",
         "Are routes of long prompts, prefilled in pieces, whole and right?",
-        sequence_checks.long_prompts_are_whole,
+        sequences.long_prompts_are_whole,
     ),
-    ConformanceCheck(
+    (
         "retraction",
         "Does a request that is retracted and computed again keep its routes?",
-        sequence_checks.retractions_change_nothing,
+        sequences.retractions_change_nothing,
     ),
-    ConformanceCheck(
-        "abort", "Does an aborted request keep what it has, aligned?", sequence_checks.aborts_keep_what_there_is
-    ),
-    ConformanceCheck(
-        "resume", "Does an answer go on behind a prefix, routes aligned?", sequence_checks.resumed_answers_go_on
-    ),
-    ConformanceCheck("turns", "Do several turns have each row once?", sequence_checks.turns_have_each_row_once),
-    ConformanceCheck(
+    ("abort", "Does an aborted request keep what it has, aligned?", sequences.aborts_keep_what_there_is),
+    ("resume", "Does an answer go on behind a prefix, routes aligned?", sequences.resumed_answers_go_on),
+    ("turns", "Do several turns have each row once?", sequences.turns_have_each_row_once),
+    (
         "weight-update",
         "Has each token the version and the routes of the weights that sampled it?",
-        sequence_checks.updates_keep_versions_and_routes,
+        sequences.updates_keep_versions_and_routes,
     ),
-    ConformanceCheck("kept-there", "Has every cut token a kept set, and no other?", answer_checks.kept_sets_are_there),
-    ConformanceCheck("kept-token", "Is the sampled token in its kept set?", answer_checks.kept_sets_hold_the_token),
-    ConformanceCheck(
-        "kept-order", "Are kept ids in range and strictly ascending?", answer_checks.kept_sets_are_ordered
-    ),
-    ConformanceCheck(
-        "kept-size", "Are kept sets no larger than top-k, greedy ones single?", answer_checks.kept_sets_are_bounded
-    ),
-    ConformanceCheck(
-        "logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answer_checks.logprobs_are_negative
-    ),
-    ConformanceCheck("temperature", "Is temperature applied before the cut?", sampling_checks.temperature_is_honoured),
-    ConformanceCheck("top-k", "Is top-k honoured, and renormalised?", sampling_checks.top_k_is_honoured),
-    ConformanceCheck("top-p", "Is top-p honoured, and renormalised?", sampling_checks.top_p_is_honoured),
-    ConformanceCheck("min-p", "Is min-p honoured, and renormalised?", sampling_checks.min_p_is_honoured),
-    ConformanceCheck("greedy", "Does temperature 0 take the most likely token?", sampling_checks.greedy_is_greedy),
-    ConformanceCheck("contract", "Does the trainer's contract accept the answers?", answer_checks.contract_accepts),
-    ConformanceCheck(
-        "reference-routes",
-        "Are routes those of transformers?",
-        reference_checks.routes_are_those_of_the_reference,
-    ),
-    ConformanceCheck(
+    ("kept-there", "Has every cut token a kept set, and no other?", answers.kept_sets_are_there),
+    ("kept-token", "Is the sampled token in its kept set?", answers.kept_sets_hold_the_token),
+    ("kept-order", "Are kept ids in range and strictly ascending?", answers.kept_sets_are_ordered),
+    ("kept-size", "Are kept sets no larger than top-k, greedy ones single?", answers.kept_sets_are_bounded),
+    ("logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answers.logprobs_are_negative),
+    ("temperature", "Is temperature applied before the cut?", sampling.temperature_is_honoured),
+    ("top-k", "Is top-k honoured, and renormalised?", sampling.top_k_is_honoured),
+    ("top-p", "Is top-p honoured, and renormalised?", sampling.top_p_is_honoured),
+    ("min-p", "Is min-p honoured, and renormalised?", sampling.min_p_is_honoured),
+    ("greedy", "Does temperature 0 take the most likely token?", sampling.greedy_is_greedy),
+    ("contract", "Does the trainer's contract accept the answers?", answers.contract_accepts),
+    ("reference-routes", "Are routes those of transformers?", sequences.routes_are_those_of_the_reference),
+    (
         "reference-logprobs",
         "Are log-probs those of transformers, with the recorded experts and kept sets?",
-        reference_checks.logprobs_are_those_of_the_reference,
+        sequences.logprobs_are_those_of_the_reference,
     ),
 )
+CHECKS = tuple(ConformanceCheck(name, asks, run) for name, asks, run in _CHECKS)
 
 
 def run_checks(bench: Bench, checks: Sequence[ConformanceCheck] = CHECKS) -> Iterator[CheckResult]:
@@ -146,3 +128,34 @@ def _run(bench: Bench, check: ConformanceCheck) -> CheckResult:
     except MoerlError as error:
         # The engine refused, or its answer cannot be read.
         return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen or "", error.expected or "")
+
+
+def verdict_lines(verdict: CheckResult) -> list[str]:
+    """Returns a row of the table; if the check failed, also what was asked, seen and expected, below it."""
+    lines = [f"{verdict.check:<{_NAME}}{verdict.outcome.upper():<{_OUTCOME}}{verdict.what}"]
+    if verdict.outcome == Outcome.FAIL:
+        below = {"asks": verdict.asks, "seen": verdict.seen, "expected": verdict.expected}
+        lines += [f"{'':<{_NAME}}{name + ':':<10}{text}" for name, text in below.items() if text]
+    return [printable(line) for line in lines]
+
+
+def counts(verdicts: Sequence[CheckResult]) -> str:
+    """Returns the last line: how many checks had each outcome."""
+    number = Counter(verdict.outcome for verdict in verdicts)
+    return ", ".join(f"{number[outcome]} {outcome}" for outcome in Outcome)
+
+
+def as_json(engine: str, verdicts: Sequence[CheckResult]) -> str:
+    """Returns one document: schema, engine, whether it conforms, and every verdict."""
+    document = {
+        "schema": SCHEMA,
+        "engine": engine,
+        "conforms": conforms(verdicts),
+        "checks": [asdict(verdict) for verdict in verdicts],
+    }
+    return json.dumps(document, indent=1)
+
+
+def conforms(verdicts: Sequence[CheckResult]) -> bool:
+    """Returns whether no check failed."""
+    return all(verdict.outcome != Outcome.FAIL for verdict in verdicts)

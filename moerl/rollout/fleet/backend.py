@@ -16,7 +16,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.segments import Segment
+from moerl.rollout.segments import Segment
 
 Bucket = Sequence[tuple[str, Any]]
 """Tensors that are sent together, by checkpoint name. Torch-free: what only talks to a server needs no torch."""

@@ -21,7 +21,7 @@ from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.dispatch import Homes
 from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
 from moerl.rollout.fleet.replica import Replica
-from moerl.rollout.fleet.segments import Segment, trajectory_values
+from moerl.rollout.segments import Segment, trajectory_values
 from moerl.rollout.stream import left_out
 
 _ABORT_AGAIN_SECONDS = 0.2

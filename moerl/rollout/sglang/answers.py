@@ -21,7 +21,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError
-from moerl.rollout.fleet.segments import Segment, first_row
+from moerl.rollout.segments import Segment, first_row
 
 SCHEMA = 1
 """Schema of the compact field that is read here; a server reports the one that it writes."""

@@ -9,9 +9,17 @@ from typing import Any
 import msgspec
 import torch
 
-from moerl.contract.trajectory import FinishReason, ModelSpec
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.fleet.backend import Attempt, AttemptResult, ModelFacts, ServerLauncher
+from moerl.rollout.fleet.backend import (
+    Attempt,
+    AttemptResult,
+    ModelFacts,
+    ServerLauncher,
+    TransportError,
+    new_request_id,
+)
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
@@ -23,12 +31,15 @@ from moerl.rollout.sglang.answers import (
     read_segment,
     version_spans,
 )
-from moerl.rollout.sglang.bounds import AnswerBounds, answer_bounds
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
-from moerl.rollout.sglang.client import ServerClient, request_body
+from moerl.rollout.sglang.client import AnswerBounds, answer_bounds, read_meta, request_body, server_facts
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
-from moerl.rollout.sglang.handshake import ServerFacts
+from moerl.rollout.sglang.handshake import ServerFacts, read_version
+from moerl.rollout.sglang.http import MAX_FACTS_BYTES, SGLangHttp, decoded
+from moerl.rollout.sglang.many_answers import PATH, ManyAnswers
 from moerl.rollout.sglang.update_calls import UpdateCalls
+
+_PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
 
 
 def sglang_engine(
@@ -52,22 +63,17 @@ class SGLangConnect:
 
     async def __call__(self, name: str, endpoint: Endpoint) -> SGLangBackend:
         options = self.options
-        client = ServerClient(
-            endpoint,
-            max_connections=options.max_running,
-            timeout_seconds=options.response_seconds,
-            control_seconds=options.probe_seconds,
-        )
+        http = SGLangHttp(endpoint, max_connections=options.max_running, timeout_seconds=options.probe_seconds)
         try:
-            facts = await client.facts(self.model)
+            facts = await server_facts(http, self.model)
             _check_precision(facts, options.dtype)
             _check_release(facts, self.releases)
             # A server's lasting objects are no garbage: its collector would look through them at every update.
-            await client.http.admin("/freeze_gc", {})
+            await http.admin("/freeze_gc", {})
         except BaseException:  # cancelled, too
-            await client.close()
+            await http.close()
             raise
-        return SGLangBackend(name, client, facts, self)
+        return SGLangBackend(name, http, facts, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +112,18 @@ class SGLangReply:
         return AttemptResult(reason, segment, num_sent, cached_tokens(self.meta, num_sent))
 
 
-class SGLangBackend:
+class SGLangBackend(UpdateCalls):
     """A `ServerBackend`: one server, over the one client that this process has of it."""
 
-    def __init__(self, name: str, client: ServerClient, facts: ServerFacts, made_by: SGLangConnect) -> None:
-        self._client, self._spec = client, made_by.model.spec
-        options = made_by.options
+    def __init__(self, name: str, http: SGLangHttp, facts: ServerFacts, made_by: SGLangConnect) -> None:
+        options, self._spec = made_by.options, made_by.model.spec
+        super().__init__(name, http, options.update_seconds)
+        self._answers = ManyAnswers(http, options.response_seconds)
         self.max_request_tokens = facts.report.max_request_tokens
         self.first_version = facts.policy_version
         self._served = ServedModel(options.shapes, facts.num_ranks, options.tied)
-        self._updates = UpdateCalls(name, client.http, options.update_seconds)
         transfers = "gloo" if facts.device == "cpu" or options.shares_devices else "nccl"
-        self._channel_address = ChannelAddress(client.http.endpoint, facts.num_ranks, transfers, options.update_seconds)
+        self._channel_address = ChannelAddress(http.endpoint, facts.num_ranks, transfers, options.update_seconds)
         self._channels: list[SGLangChannel] = []
 
     @property
@@ -128,44 +134,40 @@ class SGLangBackend:
         request, sampled_ids = attempt.request, attempt.sampled_ids
         bounds = answer_bounds(request, len(sampled_ids), self._spec)
         body = request_body(request, attempt.request_id, attempt.policy_version, sampled_ids)
-        return SGLangReply(await self._client.ask(body, bounds), attempt, bounds, self._spec)
+        content = await self._answers.ask(body, bounds.response_bytes)
+        meta = decoded(PATH, content, lambda content: read_meta(content, bounds))
+        if meta.get("id") != body["rid"]:
+            raise TransportError(
+                f"SGLang {PATH}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
+            )
+        return SGLangReply(meta, attempt, bounds, self._spec)
 
     async def abort(self, request_id: str) -> None:
-        await self._client.abort(request_id)
+        await self.http.admin("/abort_request", {"rid": request_id})
 
     async def probe(self) -> None:
-        await self._client.probe()
+        body = request_body(_PROBE, new_request_id("probe"), -1)
+        await self.http.call_once("/generate", body, MAX_FACTS_BYTES)
 
     async def policy_version(self) -> int:
-        return await self._client.policy_version()
-
-    async def sleep(self) -> None:
-        await self._updates.sleep()
-
-    async def begin_update(self) -> None:
-        await self._updates.begin()
-
-    async def end_update(self, version: int) -> None:
-        await self._updates.end(version)
-
-    async def resume(self) -> None:
-        await self._updates.resume()
+        return read_version(str((await self.http.get_once("/model_info")).get("weight_version")))
 
     async def digests(self) -> Mapping[str, int]:
-        return await weight_digests(self._client.http, self._served, self._updates.seconds)
+        return await weight_digests(self.http, self._served, self.seconds)
 
     async def dtypes(self) -> Mapping[str, str]:
-        return await weight_dtypes(self._client.http, self._served, self._updates.seconds)
+        return await weight_dtypes(self.http, self._served, self.seconds)
 
     def open_channel(self) -> SGLangChannel:
-        channel = SGLangChannel(self._updates, self._channel_address, torch.device("cuda"))
+        channel = SGLangChannel(self, self._channel_address, torch.device("cuda"))
         self._channels.append(channel)
         return channel
 
     async def close(self) -> None:
         for channel in self._channels:
             await channel.abandon()
-        await self._client.close()
+        await self._answers.close()
+        await self.http.close()
 
 
 def _check_release(facts: ServerFacts, releases: set[str]) -> None:

@@ -1,110 +1,71 @@
-"""Calls to one SGLang server. Runs in the engine's event loop, and in `moerl sglang check`.
+"""Requests to SGLang servers: the handshake, the bodies of generations, and how long an answer to one can be.
 
 Tokens go in and come out as ids; the server has no tokenizer. Every request carries its own seed, and a prefix-cache
-key of the weights' version: entries of other weights are never hit.
+key of the weights' version: entries of other weights are never hit. Legend: T = tokens asked for, R = rows of routing
+asked for, L = MoE layers, K = experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from moerl.contract.documents import check_document
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import Lineage, SamplingParams
-from moerl.rollout.fleet.backend import ModelFacts, TransportError, new_request_id
-from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.segments import first_row
-from moerl.rollout.sglang.bounds import AnswerBounds, read_meta
-from moerl.rollout.sglang.handshake import (
-    ServerFacts,
-    check_model,
-    check_options,
-    check_patches,
-    read_facts,
-    read_version,
-)
-from moerl.rollout.sglang.http import MAX_FACTS_BYTES, SGLangHttp, decoded
-from moerl.rollout.sglang.many_answers import PATH, ManyAnswers
+from moerl.contract.trajectory import ModelSpec
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.segments import first_row
+from moerl.rollout.sglang.handshake import ServerFacts, check_model, check_options, check_patches, read_facts
+from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.patches import read_patches
 
-_PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
+_PAYLOAD_HEAD_BYTES = 1 << 10
+"""Names and lengths of the fields of a compact answer."""
+
+_META_BYTES, _META_VALUES = 1 << 16, 1 << 8
+"""Bytes and values of `meta_info` at most, without its spans of versions and its compact field."""
+
+_SPAN_BYTES, _SPAN_VALUES = 64, 8
+"""Bytes and values of one span of versions at most; there are T at most."""
+
+_TOKEN_BYTES = 5
+"""Bytes of one of the `output_ids`, which come next to the compact field, at most."""
 
 
-class ServerClient:
-    """One server; connections are made when they are needed.
+@dataclass(frozen=True, slots=True)
+class AnswerBounds:
+    """Sizes of an answer, at most."""
 
-    Attributes:
-        http: for other calls.
+    payload_bytes: int
+    """Bytes of the compact field, decompressed."""
+    response_bytes: int
+    """Bytes of the whole answer."""
+    meta_values: int
+    """Values in `meta_info`, keys counted."""
+
+
+class _Reply(msgspec.Struct):
+    meta_info: msgspec.Raw
+
+
+async def server_facts(http: SGLangHttp, model: ModelFacts | None) -> ServerFacts:
+    """Makes the handshake: returns what the server is, after checks against this version's patches and `model`, if it
+    is given.
+
+    Raises:
+        EngineError: it cannot be reached, or something is missing; the message names it.
     """
-
-    def __init__(
-        self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float, control_seconds: float
-    ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            timeout_seconds: longest time from asking for a response to having it.
-            control_seconds: longest time of other calls.
-        """
-        self.http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
-        self._answers = ManyAnswers(self.http, timeout_seconds)
-
-    async def facts(self, model: ModelFacts | None) -> ServerFacts:
-        """Makes the handshake: returns what the server is, after checks against this version's patches and `model`, if
-        it is given.
-
-        Raises:
-            EngineError: it cannot be reached, or something is missing; the message names it.
-        """
-        info = await self.http.get("/server_info")
-        weights = await self.http.get("/model_info")
-        facts = read_facts(info, str(weights.get("weight_version")))
-        check_patches(facts, read_patches(facts.version).fingerprint)
-        check_options(facts)
-        if model is not None:
-            check_model(facts, model.spec, model.moe_layers)
-        return facts
-
-    async def policy_version(self) -> int:
-        """Asks once for the version of the server's weights; returns -1 if it says that they have none.
-
-        Raises:
-            EngineError: no answer in time, or no version.
-        """
-        return read_version(str((await self.http.get_once("/model_info")).get("weight_version")))
-
-    async def ask(self, body: Mapping[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
-        """Returns the `meta_info` of the answer to one attempt.
-
-        Raises:
-            TransportError: there is no whole answer; another attempt may succeed.
-            EngineError: the server refused the request.
-        """
-        content = await self._answers.ask(body, bounds.response_bytes)
-        meta = decoded(PATH, content, lambda content: read_meta(content, bounds))
-        if meta.get("id") != body["rid"]:
-            raise TransportError(
-                f"SGLang {PATH}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
-            )
-        return meta
-
-    async def probe(self) -> None:
-        """Has one token sampled: a server whose scheduler hangs answers health checks all the same.
-
-        Raises:
-            TransportError: no token came in time.
-            EngineError: the server refused.
-        """
-        body = request_body(_PROBE, new_request_id("probe"), -1)
-        await self.http.post_once("/generate", body, MAX_FACTS_BYTES)
-
-    async def abort(self, request_id: str) -> None:
-        """Has a request answered with what it has; one that is not there is no error."""
-        await self.http.admin("/abort_request", {"rid": request_id})
-
-    async def close(self) -> None:
-        await self._answers.close()
-        await self.http.close()
+    info = await http.get("/server_info")
+    weights = await http.get("/model_info")
+    facts = read_facts(info, str(weights.get("weight_version")))
+    check_patches(facts, read_patches(facts.version).fingerprint)
+    check_options(facts)
+    if model is not None:
+        check_model(facts, model.spec, model.moe_layers)
+    return facts
 
 
 def request_body(
@@ -138,3 +99,34 @@ def request_body(
         "compact_answer": True,
         "extra_key": f"weights-{policy_version}",
     }
+
+
+def answer_bounds(request: RolloutRequest, num_before: int, spec: ModelSpec) -> AnswerBounds:
+    """Works out the bounds of an answer that goes on behind `num_before` sampled tokens.
+
+    The payload holds T ids and log-probs of 4 bytes, R x L x K expert ids, and, if sampling cuts anything, T more
+    log-probs, T sizes and as many kept ids as the sampler may keep.
+    """
+    num_tokens = request.max_new_tokens - num_before
+    num_rows = len(request.prompt_ids) + request.max_new_tokens - 1 - first_row(request, num_before)
+    payload = 8 * num_tokens + num_rows * spec.num_moe_layers * spec.experts_per_token * spec.expert_dtype.itemsize
+    if request.sampling.cuts:
+        kept = min(request.sampling.effective_top_k or spec.vocab_size, spec.vocab_size)
+        payload += (8 + 4 * kept) * num_tokens
+    payload += _PAYLOAD_HEAD_BYTES
+    # What zstd cannot compress grows by 1/256 at most.
+    field = payload + payload // 128 + _PAYLOAD_HEAD_BYTES
+    response = field + _META_BYTES + (_SPAN_BYTES + _TOKEN_BYTES) * num_tokens
+    return AnswerBounds(payload, response, _META_VALUES + _SPAN_VALUES * num_tokens)
+
+
+def read_meta(content: bytes, bounds: AnswerBounds) -> dict[str, Any]:
+    """Reads the `meta_info` of an answer in msgpack; nothing else of it is built.
+
+    Raises:
+        msgspec.MsgspecError: there is none.
+        ContractError: as `check_document`.
+    """
+    raw = msgspec.msgpack.decode(content, type=_Reply).meta_info
+    check_document(memoryview(raw), bounds.meta_values)
+    return msgspec.msgpack.decode(raw, type=dict[str, Any])

@@ -105,7 +105,7 @@ async def ask_ranks(http: SGLangHttp, action: str, seconds: float, max_bytes: in
     path, content = "/weights_checker", b""
     try:
         body = {"action": action, "selector": "target"}
-        content = await http.post_once(path, body, max_bytes, seconds, admin=True)
+        content = await http.call_once(path, body, max_bytes, seconds, admin=True)
         answer = msgspec.json.decode(content, type=_Answer)
     except (EngineError, msgspec.MsgspecError, RecursionError) as error:
         said = content[:300].decode(errors="replace")

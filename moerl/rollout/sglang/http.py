@@ -7,7 +7,7 @@ repeated: it has no effect but its answer, and the engine gives every attempt an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,7 +51,7 @@ class SGLangHttp:
         Raises:
             EngineError: the server refused the call, or did not answer any attempt.
         """
-        return await self._repeated("GET", path, None, admin=False)
+        return await _repeated(lambda: self.get_once(path))
 
     async def get_once(self, path: str) -> dict[str, Any]:
         """Makes one attempt of `get`.
@@ -59,7 +59,7 @@ class SGLangHttp:
         Raises:
             EngineError: as `get`.
         """
-        return decoded(path, await self._call("GET", path, None, MAX_FACTS_BYTES), _JSON_OBJECT.decode)
+        return decoded(path, await self.call_once(path, None, MAX_FACTS_BYTES), _JSON_OBJECT.decode)
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> None:
         """Makes a call with the admin key; its answer is not looked at. Repeated: use for calls that may be.
@@ -67,12 +67,12 @@ class SGLangHttp:
         Raises:
             EngineError: as `get`.
         """
-        await self._repeated("POST", path, body, admin=True)
+        await _repeated(lambda: self.call_once(path, body, MAX_SAID_BYTES, admin=True))
 
-    async def post_once(
+    async def call_once(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, Any] | None,
         max_bytes: int,
         timeout_seconds: float | None = None,
         *,
@@ -81,6 +81,7 @@ class SGLangHttp:
         """Makes one attempt of a call whose answer is the caller's to decode.
 
         Args:
+            body: None for GET, else of a POST.
             max_bytes: the longest answer that can be one to this body.
             timeout_seconds: of this call; None for that of all calls.
             admin: with the admin key.
@@ -89,7 +90,11 @@ class SGLangHttp:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        return await self._call("POST", path, body, max_bytes, admin=admin, timeout_seconds=timeout_seconds)
+        seconds = timeout_seconds or self._timeout_seconds
+        async with self._answer(path, body, admin=admin, seconds=seconds) as answer:
+            content = await answer.read(max_bytes)
+            self.check_status(path, answer.status, content)
+            return content
 
     async def post_stream(self, path: str, bodies: Sequence[Mapping[str, Any]], take: Callable[[bytes], None]) -> None:
         """Makes one attempt of a call for many answers, which are the caller's to bound and to decode, and whose time
@@ -102,47 +107,17 @@ class SGLangHttp:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        async with self._answer("POST", path, bodies, admin=False, seconds=None) as answer:
+        async with self._answer(path, bodies, admin=False, seconds=None) as answer:
             if answer.status != 200:
                 self.check_status(path, answer.status, await answer.read(MAX_SAID_BYTES))
             async for piece in answer.pieces():
                 take(piece)
 
-    async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
-        for attempt in range(NUM_ATTEMPTS):
-            try:
-                limit = MAX_SAID_BYTES if admin else MAX_FACTS_BYTES
-                content = await self._call(method, path, body, limit, admin=admin)
-                return {} if admin else decoded(path, content, _JSON_OBJECT.decode)
-            except TransportError:
-                if attempt + 1 == NUM_ATTEMPTS:
-                    raise
-                await backoff(attempt)
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        max_bytes: int,
-        *,
-        admin: bool = False,
-        timeout_seconds: float | None = None,
-    ) -> bytes:
-        seconds = timeout_seconds or self._timeout_seconds
-        async with self._answer(method, path, body, admin=admin, seconds=seconds) as answer:
-            content = await answer.read(max_bytes)
-            self.check_status(path, answer.status, content)
-            return content
-
     @contextlib.asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: Any, *, admin: bool, seconds: float | None
-    ) -> AsyncIterator[HttpAnswer]:
+    async def _answer(self, path: str, body: Any, *, admin: bool, seconds: float | None) -> AsyncIterator[HttpAnswer]:
         """Sends a request; yields the answer as it begins. seconds: until its end; None if the caller limits the
         time."""
-        content = None if body is None else msgspec.json.encode(body)
+        method, content = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         key = self._admin_key if admin else self._key
         with _transport(path):
             async with self._client.ask(Request(method, self.endpoint.url + path, content, key), seconds) as answer:
@@ -180,6 +155,15 @@ def decoded[T](path: str, content: bytes, decode: Callable[[bytes], T]) -> T:
     """
     with _transport(path):
         return client.decoded(content, decode)
+
+
+async def _repeated[T](call: Callable[[], Awaitable[T]]) -> T:
+    """Makes a call again, after a pause, until an attempt succeeds or all have failed."""
+    for attempt in range(NUM_ATTEMPTS - 1):
+        with contextlib.suppress(TransportError):
+            return await call()
+        await backoff(attempt)
+    return await call()
 
 
 @contextlib.contextmanager

@@ -23,10 +23,15 @@ _OPEN_SESSION = "already open"
 
 
 class UpdateCalls:
-    """Calls to one server. name: of the server, for messages. seconds: that each call may take."""
+    """Calls to one server.
+
+    Args:
+        name: of the server, for messages.
+        seconds: that each call may take.
+    """
 
     def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
-        self.name, self._http, self.seconds = name, http, seconds
+        self.name, self.http, self.seconds = name, http, seconds
         self._given: list[str] = []
 
     async def sleep(self) -> None:
@@ -39,7 +44,7 @@ class UpdateCalls:
         if given:
             await self.post("sleep", "/release_memory_occupation", {"tags": given})
 
-    async def begin(self) -> None:
+    async def begin_update(self) -> None:
         """Stops sampling and opens an update; one that was broken off is closed first.
 
         Responses under way are computed again with the new weights and continued behind what they have.
@@ -61,7 +66,7 @@ class UpdateCalls:
             await self.post(step, "/end_weight_update", {})
             await self.post(step, "/begin_weight_update", {})
 
-    async def end(self, version: int) -> None:
+    async def end_update(self, version: int) -> None:
         """Takes the new weights into use as `version`; sampling waits for `resume`. Raises as `post`."""
         await self.post("end", "/end_weight_update", {})
         await self._label("end", str(version))
@@ -78,7 +83,7 @@ class UpdateCalls:
             WeightSyncError: the server did not say in time that it succeeded.
         """
         try:
-            content = await self._http.post_once(path, body, MAX_SAID_BYTES, seconds or self.seconds, admin=True)
+            content = await self.http.call_once(path, body, MAX_SAID_BYTES, seconds or self.seconds, admin=True)
         except EngineError as error:
             raise self.failed(step, path, str(error)) from error
         said = content[:500].decode(errors="replace")

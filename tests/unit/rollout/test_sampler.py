@@ -7,7 +7,8 @@ import torch
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.device_sampler import Asked, Kinds, draw_rows
-from moerl.rollout.sampler import RowParams, SamplerOutput, require_finite, sample, seeded_uniforms
+from moerl.rollout.sampler import RowParams, require_finite, sample, seeded_uniforms
+from moerl.rollout.slots import StepResult
 
 
 @pytest.fixture(autouse=True, params=["on the host", "as on a device"])
@@ -17,19 +18,14 @@ def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         monkeypatch.setitem(globals(), "sample", _sample_on_device)
 
 
-def _sample_on_device(logits: torch.Tensor, params: RowParams, u: np.ndarray, *, capture: bool = True) -> SamplerOutput:
+def _sample_on_device(logits: torch.Tensor, params: RowParams, u: np.ndarray, *, capture: bool = True) -> StepResult:
     rows = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy, torch.from_numpy(u))
     drawn = draw_rows(logits, Asked(*rows), Kinds.of(params, logits.shape[1]))
-    require_finite(drawn.log_z)
+    require_finite(drawn.log_z.numpy())
+    sizes, mass, kept_ids = (each.numpy() for each in (drawn.kept_sizes, drawn.kept_logmass, drawn.kept_ids))
     if not capture:
-        none = torch.zeros_like(drawn.kept_sizes)
-        return SamplerOutput(
-            drawn.token_ids, drawn.logprobs, drawn.kept_logmass.zero_(), none.bool(), drawn.kept_ids[:0], none
-        )
-    kept_ids = drawn.kept_ids[: int(drawn.kept_sizes.sum())]
-    return SamplerOutput(
-        drawn.token_ids, drawn.logprobs, drawn.kept_logmass, params.top_k > 0, kept_ids, drawn.kept_sizes
-    )
+        sizes, mass = np.zeros_like(sizes), np.zeros_like(mass)
+    return StepResult(drawn.token_ids.numpy(), drawn.logprobs.numpy(), mass, kept_ids[: sizes.sum()], sizes)
 
 
 MIXED = [
@@ -70,14 +66,14 @@ def _logits(num_rows: int, num_vocab: int, seed: int = 0, scale: float = 2.0) ->
     return scale * torch.randn(num_rows, num_vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def _draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 3, capture: bool = True) -> SamplerOutput:
+def _draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 3, capture: bool = True) -> StepResult:
     seeds = np.array([p.seed for p in params], np.uint64)
     u = seeded_uniforms(seeds, np.full(len(params), position))
     return sample(logits, RowParams.of(params), u, capture=capture)
 
 
-def _kept(draws: SamplerOutput) -> list[list[int]]:
-    return [ids.tolist() for ids in draws.kept_ids.split(draws.kept_sizes.tolist())]
+def _kept(draws: StepResult) -> list[list[int]]:
+    return [ids.tolist() for ids in np.split(draws.kept_ids, np.cumsum(draws.kept_sizes)[:-1])]
 
 
 @pytest.mark.parametrize("num_vocab", [12, 87, 6000])
@@ -87,7 +83,6 @@ def test_mixed_rows_keep_the_sets_of_the_joint_semantics(num_vocab: int, dtype: 
     draws = _draw(logits, MIXED)
     for row, (params, kept) in enumerate(zip(MIXED, _kept(draws), strict=True)):
         weights = _oracle(logits[row].float().numpy(), params)
-        assert bool(draws.truncated[row]) == params.cuts
         assert kept == (np.flatnonzero(weights).tolist() if params.cuts else [])
 
 
@@ -223,7 +218,7 @@ def test_draws_follow_the_distribution(params: SamplingParams):
     draws = sample(logits.expand(num_draws, -1), RowParams.of(rows), u)
     weights = _oracle(logits[0].numpy(), params)
     expected = num_draws * weights / weights.sum()
-    seen = np.bincount(draws.token_ids.numpy(), minlength=num_vocab)
+    seen = np.bincount(draws.token_ids, minlength=num_vocab)
     support = expected > 0
     assert (seen[~support] == 0).all()
     chi_square = ((seen - expected)[support] ** 2 / expected[support]).sum()
@@ -234,7 +229,7 @@ def test_a_row_does_not_depend_on_its_batchmates():
     logits = _logits(len(MIXED), 500)
     together = _draw(logits, MIXED)
     backwards = _draw(logits.flip(0), MIXED[::-1])
-    assert together.token_ids.tolist() == backwards.token_ids.flip(0).tolist()
+    assert together.token_ids.tolist() == backwards.token_ids[::-1].tolist()
     assert _kept(together) == _kept(backwards)[::-1]
     for row, params in enumerate(MIXED):
         alone = _draw(logits[row : row + 1], [params])
@@ -249,17 +244,17 @@ def test_the_ends_of_the_unit_interval_draw_a_token_with_weight(params: Sampling
     logits[:, 0] = -torch.inf
     logits[:, -1] = -torch.inf
     draws = sample(logits, RowParams.of([params] * 64), np.full(64, u))
-    assert torch.isfinite(logits.gather(1, draws.token_ids[:, None])).all()
-    assert torch.isfinite(draws.rollout_logprobs).all()
+    assert torch.isfinite(logits.gather(1, torch.from_numpy(draws.token_ids)[:, None])).all()
+    assert np.isfinite(draws.rollout_logprobs).all()
 
 
 def test_capture_does_not_change_the_draws():
     logits = _logits(len(MIXED), 700)
     with_capture, without = _draw(logits, MIXED), _draw(logits, MIXED, capture=False)
-    assert torch.equal(with_capture.token_ids, without.token_ids)
-    assert torch.equal(with_capture.rollout_logprobs, without.rollout_logprobs)
+    assert np.array_equal(with_capture.token_ids, without.token_ids)
+    assert np.array_equal(with_capture.rollout_logprobs, without.rollout_logprobs)
     assert len(without.kept_ids) == 0
-    assert not without.truncated.any()
+    assert not without.kept_sizes.any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

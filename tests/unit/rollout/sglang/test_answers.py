@@ -15,7 +15,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError
-from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import (
     VersionSpan,
     decode_compact,

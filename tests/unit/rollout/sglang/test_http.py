@@ -38,7 +38,7 @@ BODY = {
 
 async def ask_all(client: SGLangHttp) -> int:
     """Answered requests of NUM that are under way together."""
-    answers = await asyncio.gather(*(client.post_once("/generate", BODY, 1 << 20) for _ in range(NUM)))
+    answers = await asyncio.gather(*(client.call_once("/generate", BODY, 1 << 20) for _ in range(NUM)))
     return len(answers)
 
 
@@ -64,7 +64,7 @@ def test_connections_that_are_there_are_taken_before_others_are_opened(fake: Fak
     async def ask_again(http: SGLangHttp) -> list[int]:
         opened: list[int] = []
         for _ in range(8):
-            await asyncio.gather(*(http.post_once("/generate", BODY, 1 << 20) for _ in range(3)))
+            await asyncio.gather(*(http.call_once("/generate", BODY, 1 << 20) for _ in range(3)))
             opened.append(fake.num_connections)
         return opened
 
@@ -85,7 +85,7 @@ def test_calls_under_way_when_their_server_is_given_up_fail_and_are_not_cancelle
     fake.answer = answer
 
     async def give_up(client: SGLangHttp) -> list[object]:
-        calls = [asyncio.create_task(client.post_once("/generate", BODY, 1 << 20)) for _ in range(NUM)]
+        calls = [asyncio.create_task(client.call_once("/generate", BODY, 1 << 20)) for _ in range(NUM)]
         while fake.num_connections < min(NUM, max_connections + 4):
             await asyncio.sleep(0.01)
         await client.close()
@@ -104,7 +104,7 @@ def test_a_connection_that_its_server_may_be_about_to_close_is_not_used(
     async def ask_twice(http: SGLangHttp) -> int:
         for pause in (0.0, 0.2):
             await asyncio.sleep(pause)
-            await http.post_once("/generate", BODY, 1 << 20)
+            await http.call_once("/generate", BODY, 1 << 20)
         return fake.num_connections
 
     assert over_http(fake.endpoint, ask_twice) == 2
@@ -124,7 +124,7 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(256 << 20))
 CALLS: dict[str, Callable[[SGLangHttp], Any]] = {
     "facts": lambda http: http.get("/server_info"),
     "a version": lambda http: http.get_once("/model_info"),
-    "a response": lambda http: http.post_once("/generate", {"rid": "r"}, 1 << 30),
+    "a response": lambda http: http.call_once("/generate", {"rid": "r"}, 1 << 30),
     "responses": lambda http: ManyAnswers(http, 60.0).ask({"rid": "r"}, 1 << 30),
     "an abort": lambda http: http.admin("/abort_request", {}),
     "weights": lambda http: UpdateCalls("s", http, 60.0).begin(),

@@ -18,7 +18,7 @@ class Told:
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.refused = ""
 
-    async def post_once(self, path: str, body: dict[str, Any], *args: Any, **kwargs: Any) -> bytes:
+    async def call_once(self, path: str, body: dict[str, Any], *args: Any, **kwargs: Any) -> bytes:
         if path == self.refused:
             raise EngineError("refused")
         self.calls.append((path.removeprefix("/"), tuple(body.get("tags", ()))))
@@ -49,7 +49,7 @@ def run(*steps: Any) -> None:
 def test_the_cache_comes_back_last_when_the_trainer_has_given_its_weights_away(told: Told, calls: UpdateCalls) -> None:
     for _ in range(2):
         told.calls.clear()
-        run(calls.sleep(), calls.begin(), calls.end(1), calls.resume())
+        run(calls.sleep(), calls.begin_update(), calls.end_update(1), calls.resume())
         released, *taken = told.memory()
         assert released == ("release", ("weights", "kv_cache"))
         assert taken == [("resume", ("weights",)), ("resume", ("kv_cache",))]
@@ -59,11 +59,11 @@ def test_the_cache_comes_back_last_when_the_trainer_has_given_its_weights_away(t
 
 
 def test_a_server_whose_update_was_broken_off_takes_and_gives_nothing_twice(told: Told, calls: UpdateCalls) -> None:
-    run(calls.sleep(), calls.begin(), calls.begin())
+    run(calls.sleep(), calls.begin_update(), calls.begin_update())
     assert told.memory()[1:] == [("resume", ("weights",))]
     run(calls.sleep())
     assert told.memory()[-1] == ("release", ("weights",))
-    run(calls.begin(), calls.end(2), calls.resume(), calls.resume())
+    run(calls.begin_update(), calls.end_update(2), calls.resume(), calls.resume())
     assert told.memory()[-2:] == [("resume", ("weights",)), ("resume", ("kv_cache",))]
 
 
@@ -71,7 +71,7 @@ def test_memory_that_did_not_come_back_is_asked_for_again(told: Told, calls: Upd
     run(calls.sleep())
     told.refused = "/resume_memory_occupation"
     with pytest.raises(WeightSyncError, match="begin: /resume_memory_occupation failed"):
-        run(calls.begin())
+        run(calls.begin_update())
     told.refused = ""
-    run(calls.begin())
+    run(calls.begin_update())
     assert told.memory()[-1] == ("resume", ("weights",))

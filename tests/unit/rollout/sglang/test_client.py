@@ -15,7 +15,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError
 from moerl.rollout.sglang.answers import decode_compact, first_row, read_segment, version_spans
-from moerl.rollout.sglang.bounds import answer_bounds, read_meta
+from moerl.rollout.sglang.client import answer_bounds, read_meta
 
 LARGE = ModelSpec(num_moe_layers=48, experts_per_token=8, num_experts=512, vocab_size=151_936)
 SMALL = ModelSpec(num_moe_layers=1, experts_per_token=1, num_experts=2, vocab_size=50)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
-from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome
+from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome, as_json, conforms, counts, verdict_lines
 
 PASS = CheckResult("answers", "Are there answers?", Outcome.PASS, "12 answers")
 LACKS = CheckResult("batch", "Are routes the same?", Outcome.CANNOT_ASK, "the engine returns no routes")
