@@ -36,10 +36,10 @@ from torch.distributed.distributed_c10d import (
 from moerl.machine.interfaces import LOOPBACK
 from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang import broadcast, sender_group
-from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions
+from moerl.rollout.sglang.broadcast import Broadcast
 from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.patches import read_patches
-from moerl.rollout.sglang.sender_group import SenderGroup
+from moerl.rollout.sglang.sender_group import GroupOptions, SenderGroup
 from moerl.rollout.sglang.unified_diff import apply_patch
 
 MIB = 1 << 20
@@ -223,7 +223,7 @@ def each_alone(receivers: Sequence[Receiver]) -> Callable[[], Coroutine[Any, Any
 
 
 def new_broadcast() -> Broadcast:
-    return Broadcast(BroadcastOptions("127.0.0.1", "gloo", torch.device("cpu"), STEP_SECONDS))
+    return Broadcast(GroupOptions("127.0.0.1", "gloo", torch.device("cpu"), STEP_SECONDS))
 
 
 def measure(receivers: Sequence[Receiver]) -> dict[tuple[str, int], tuple[float, float, int]]:

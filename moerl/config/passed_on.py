@@ -2,7 +2,7 @@
 
 Pure; any process. Names of Megatron's settings are in a list (`moerl.config.megatron_names`), so that any other is
 refused here. SGLang knows its own: a process in the servers' environment asks it before a run starts
-(`moerl.rollout.sglang.server_args`).
+(`moerl.rollout.sglang.install`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ class Ranks(Protocol):
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
         """Peak resident memory of the ranks' processes, as in `Trainer.peak_rss_bytes`."""
+        ...
 
     def adopt(self, engine: PolicyEngine | None) -> bool:
         """Gives the engine of the next `Build` to a rank in this process, which hands buckets to it directly.
@@ -22,6 +23,7 @@ class Ranks(Protocol):
         Returns:
             False if the ranks run in other processes.
         """
+        ...
 
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
         """Has every rank run a command, and returns the replies in rank order.
@@ -32,6 +34,7 @@ class Ranks(Protocol):
         Raises:
             MoerlError: the error that a rank raised, or a rank is gone or silent. Ranks that cannot go on are ended.
         """
+        ...
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
         """Sends a command as `ask` does, without waiting for the replies. Call `replies` before the next command;
@@ -39,6 +42,7 @@ class Ranks(Protocol):
 
     def replies(self) -> list[Reply]:
         """Waits for the replies to the command that `tell` sent, and returns them. Raises the errors of `ask`."""
+        ...
 
     def close(self) -> None:
         """Ends the ranks; after an error at once."""

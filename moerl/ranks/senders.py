@@ -20,7 +20,7 @@ from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import MoerlError, WeightSyncError, undoing
 from moerl.ranks.away import GRACE_SECONDS
 from moerl.ranks.port import Ranks
-from moerl.rollout.fleet.senders import Part
+from moerl.rollout.fleet.sender import Part
 
 
 class RanksInTurn:

@@ -23,7 +23,7 @@ from moerl.rollout.blocks import ROWS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.eight_bits import has_eight_bit_products
 from moerl.rollout.independent_rows import IndependentRows
-from moerl.rollout.layer_kernels import dense_layer, last_norm, layer
+from moerl.rollout.layer_kernels import gated_mlp, mixture, norm_rows, self_attention
 
 
 def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
@@ -126,12 +126,14 @@ class CompiledLayers:
 
         def run(rows: slice) -> None:
             places, moe = (slots[rows], positions[rows], cos[rows], sin[rows]), iter(ids)
-            for weights, keys_values, has_experts in zip(self._layers, held, self._has_experts, strict=True):
-                if has_experts:
-                    layer(stream[rows], places, keys_values, weights, self._settings, next(moe)[rows])
+            own = stream[rows]
+            for (of_attention, of_mlp), keys_values, is_moe in zip(self._layers, held, self._has_experts, strict=True):
+                self_attention(own, places, keys_values, of_attention, self._settings)
+                if is_moe:
+                    mixture(own, of_mlp, self._settings, next(moe)[rows])
                 else:
-                    dense_layer(stream[rows], places, keys_values, weights, self._settings)
-            last_norm(stream[rows], self._last, eps, halves)
+                    gated_mlp(own, of_mlp, self._settings)
+            norm_rows(own, self._last, eps, own, halves)
 
         for _ in map(run, parts) if self._threads is None else self._threads.map(run, parts):
             pass
@@ -153,8 +155,7 @@ def _shared(parameter: Tensor) -> NDArray[np.float32]:
 
 
 def _weights(block: Any) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...]]:
-    """Returns the weights of a decoder layer, as `moerl.rollout.layer_kernels.layer` takes them, or `dense_layer` there
-    if it has no experts."""
+    """Returns the weights of both halves of a decoder layer, as `moerl.rollout.layer_kernels` takes them."""
     attention, mlp = block.self_attn, block.mlp
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.q_norm, attention.k_norm
     of_attention = (block.input_layernorm, *projections, attention.o_proj)

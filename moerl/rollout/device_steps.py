@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moerl.contract.trajectory import ModelSpec
-from moerl.rollout.attention import decode_mask, prefill_mask
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.device_sampler import Asked, Drawn, Kinds, draw_rows
@@ -27,6 +26,7 @@ from moerl.rollout.recorded import Recorder, Step
 from moerl.rollout.sampler import RowParams, require_finite
 from moerl.rollout.slots import StepResult
 from moerl.rollout.steps import Draw, Prompts
+from moerl.rollout.transformers_layers import TransformersLayers
 
 LEAST_ROWS = 8
 """Rows of the smallest step; others have a power of two, or all slots."""
@@ -67,7 +67,8 @@ class DeviceSteps:
         max_running: int,
         recorder: Recorder,
     ) -> None:
-        self._model, self._capture, self._spec, self._recorder = model, capture, spec, recorder
+        self._model, self._spec, self._recorder = model, spec, recorder
+        self._layers = TransformersLayers(model, capture)
         self._head = cast(nn.Module, model.get_output_embeddings())
         self._cache = SlotCache(self._rounded_rows(max_running, max_running), 0)
         self._num_slots = max_running
@@ -86,16 +87,8 @@ class DeviceSteps:
     @torch.inference_mode()
     def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
         self._reserve(cache)
-        device, num_prompts = self._model.device, len(prompts.tokens)
-        lengths = np.array([len(each) for each in prompts.tokens])
-        longest = int(lengths.max())
-        tokens = np.zeros((num_prompts, longest), np.int64)
-        for row, prompt in zip(tokens, prompts.tokens, strict=True):
-            row[: len(prompt)] = prompt
-        cache.begin_prefill(torch.from_numpy(prompts.slots).to(device), longest)
-        positions = torch.arange(longest, device=device).expand(num_prompts, -1)
-        hidden = self._forward(torch.from_numpy(tokens).to(device), positions, prefill_mask(longest, device), cache)
-        experts = self._capture.take(num_prompts * longest)
+        hidden, experts = self._layers.feed_prompts(prompts.tokens, prompts.slots, cache)
+        lengths, device = np.array([len(each) for each in prompts.tokens]), self._model.device
         rows = torch.from_numpy(np.stack([prompts.which, lengths[prompts.which] - 1])).to(device)
         num_rows = len(prompts.which)
         inputs = torch.zeros(len(_ROWS), num_rows, dtype=torch.int64)
@@ -104,7 +97,7 @@ class DeviceSteps:
         drawn = draw_rows(self._logits(hidden[rows[0], rows[1]]), _asked(inputs.to(device)), kinds)
         output = _packed(drawn, experts, self._spec).cpu().numpy()
         step, ids = self._unpack(output, num_rows, num_rows * kinds.width, draw.params)
-        return step, ids.reshape(num_prompts, longest, *ids.shape[1:])
+        return step, ids.reshape(*hidden.shape[:2], *ids.shape[1:])
 
     @torch.inference_mode()
     def decode(
@@ -131,20 +124,9 @@ class DeviceSteps:
 
     def _step(self, inputs: Tensor, seen: int, kinds: Kinds, cache: SlotCache) -> Tensor:
         """Computes a decoding step: uint8, as `_packed`. Nothing in it waits for the device."""
-        positions_R = inputs[_ROWS.index("position")]
-        cache.begin_decode(positions_R, seen)
-        tokens_R1 = inputs[_ROWS.index("token")][:, None]
-        hidden = self._forward(tokens_R1, positions_R[:, None], decode_mask(positions_R, seen), cache)
-        experts = self._capture.take(len(positions_R))
-        return _packed(draw_rows(self._logits(hidden[:, 0]), _asked(inputs), kinds), experts, self._spec)
-
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
-        """Returns hidden states after the last norm, [rows, tokens, hidden]; only sampled rows need the head."""
-        self._capture.begin()
-        output = self._model.base_model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return output.last_hidden_state
+        tokens_R, positions_R = inputs[_ROWS.index("token")], inputs[_ROWS.index("position")]
+        hidden_RH, experts = self._layers.feed_newest(tokens_R, positions_R, seen, cache)
+        return _packed(draw_rows(self._logits(hidden_RH), _asked(inputs), kinds), experts, self._spec)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)[:, : self._spec.vocab_size]

@@ -47,6 +47,15 @@ def norm(x: Any, weight: Any, eps: Any, out: Any, halves: bool) -> None:
         out[i] = rounded(weight[i] * (x[i] * scale), halves)
 
 
+@njit(error_model="numpy", cache=True, nogil=True)
+def norm_rows(stream: Any, weight: Any, eps: Any, out: Any, halves: bool) -> None:
+    """Rounds the residual stream [R, H] in place, and writes its norm, [R, H]; both may be the same memory."""
+    for r in range(stream.shape[0]):
+        for i in range(stream.shape[1]):
+            stream[r, i] = rounded(stream[r, i], halves)
+        norm(stream[r], weight, eps, out[r], halves)
+
+
 @njit(fastmath=_SUMS, error_model="numpy", cache=True, nogil=True)
 def project(x: Any, weight: Any, out: Any, start: int, stop: int, halves: bool) -> None:
     """Computes out[r] = weight x[r], rounded, for rows start to stop, in whole blocks.
@@ -252,9 +261,20 @@ def experts(x: Any, ids_RK: Any, weights_RK: Any, matrices: Any, out: Any, halve
             out[r, i] = rounded(out[r, i], halves)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)
 def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
-    """Computes the first half of a layer; arguments as in `layer`, weights up to those of the output."""
+    """Computes the first half of a layer for one token per row; adds to the residual stream, writes the cache.
+
+    Args:
+        stream: float32 [R, H].
+        places: of each row its slot in the cache and the position of its token, int64 [R]; their RoPE's cosines and
+            sines, float32 [R, D].
+        cache: keys and values, float32 [slots, G, C, D].
+        weights: of the norm [H], queries [Q D, H], keys and values [G D, H], norms of queries and keys [D], output
+            [H, Q D].
+        settings: what attention scores are multiplied by, eps of the norms (float32 both); whether the weights of
+            chosen experts are divided by their sum; whether numbers are rounded to bfloat16.
+    """
     slots, positions, cos, sin = places
     keys, values = cache
     before, of_queries, of_keys, of_values, query_norm, key_norm, output = weights
@@ -263,10 +283,7 @@ def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings:
     num_groups, size = keys.shape[1], keys.shape[3]
     num_heads = of_queries.shape[0] // size
     x = np.empty((num_rows, hidden), np.float32)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] = rounded(stream[r, i], halves)
-        norm(stream[r], before, eps, x[r], halves)
+    norm_rows(stream, before, eps, x, halves)
     q, attended = np.empty((num_rows, num_heads * size), np.float32), np.empty((num_rows, num_heads * size), np.float32)
     k, v = np.empty((num_rows, num_groups * size), np.float32), np.empty((num_rows, num_groups * size), np.float32)
     project(x, of_queries, q, 0, num_rows, halves)
@@ -289,43 +306,42 @@ def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings:
         for i in range(num_heads * size):
             attended[r, i] = rounded(attended[r, i], halves)
     project(attended, output, x, 0, num_rows, halves)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] += x[r, i]
+    stream += x
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)
 def mixture(stream: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
-    """Computes the second half of a layer; arguments as in `layer`, weights from the norm before the experts on."""
+    """Computes the second half of a layer with experts, whose ids it writes; arguments as of `self_attention`.
+
+    Args:
+        weights: of the norm [H], router [E, H], gates and up [E, 2F, H], down [E, H, F].
+        ids_RK: int64 [R, K].
+    """
     after, router, gate_up, down = weights
     _, eps, normalized, halves = settings
     num_rows, hidden = stream.shape
     x, out = np.empty((num_rows, hidden), np.float32), np.empty((num_rows, hidden), np.float32)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] = rounded(stream[r, i], halves)
-        norm(stream[r], after, eps, x[r], halves)
+    norm_rows(stream, after, eps, x, halves)
     logits, of_experts = np.empty((num_rows, router.shape[0]), np.float32), np.empty(ids_RK.shape, np.float32)
     project(x, router, logits, 0, num_rows, halves)
     choose(logits, ids_RK, of_experts, normalized, halves)
     experts(x, ids_RK, of_experts, (gate_up, down), out, halves)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] += out[r, i]
+    stream += out
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)
 def gated_mlp(stream: Any, weights: Any, settings: Any) -> None:
-    """Computes the second half of a layer without experts; weights: norm [H], gate and up [I, H], down [H, I]."""
+    """Computes the second half of a layer without experts; arguments as of `self_attention`.
+
+    Args:
+        weights: of the norm [H], gate and up [I, H], down [H, I].
+    """
     after, of_gates, of_ups, down = weights
     _, eps, _, halves = settings
     num_rows, hidden = stream.shape
     width = down.shape[1]
     x, out = np.empty((num_rows, hidden), np.float32), np.empty((num_rows, hidden), np.float32)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] = rounded(stream[r, i], halves)
-        norm(stream[r], after, eps, x[r], halves)
+    norm_rows(stream, after, eps, x, halves)
     gates, ups = np.empty((num_rows, width), np.float32), np.empty((num_rows, width), np.float32)
     project(x, of_gates, gates, 0, num_rows, halves)
     project(x, of_ups, ups, 0, num_rows, halves)
@@ -334,44 +350,4 @@ def gated_mlp(stream: Any, weights: Any, settings: Any) -> None:
             gate = gates[r, i]
             gates[r, i] = rounded(gate / (np.float32(1.0) + exponential(-gate)) * ups[r, i], halves)
     project(gates, down, out, 0, num_rows, halves)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] += out[r, i]
-
-
-@njit(error_model="numpy", cache=True, nogil=True)
-def dense_layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
-    """Computes a layer without experts, as `layer` does; weights: of attention as there, and those of `gated_mlp`."""
-    of_attention, of_mlp = weights
-    self_attention(stream, places, cache, of_attention, settings)
-    gated_mlp(stream, of_mlp, settings)
-
-
-@njit(error_model="numpy", cache=True, nogil=True)
-def layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
-    """Computes a layer for one token per row; adds to the residual stream, writes the cache and the ids of the experts.
-
-    Args:
-        stream: float32 [R, H].
-        places: of each row its slot in the cache and the position of its token, int64 [R]; their RoPE's cosines and
-            sines, float32 [R, D].
-        cache: keys and values, float32 [slots, G, C, D].
-        weights: of attention those of its norm [H], queries [Q D, H], keys and values [G D, H], norms of queries and
-            keys [D], output [H, Q D]; of the experts those of their norm [H], router [E, H], gates and up [E, 2F, H],
-            down [E, H, F].
-        settings: what attention scores are multiplied by, eps of the norms (float32 both); whether the weights of
-            chosen experts are divided by their sum; whether numbers are rounded to bfloat16.
-        ids_RK: int64 [R, K].
-    """
-    of_attention, of_experts = weights
-    self_attention(stream, places, cache, of_attention, settings)
-    mixture(stream, of_experts, settings, ids_RK)
-
-
-@njit(error_model="numpy", cache=True, nogil=True)
-def last_norm(stream: Any, weight: Any, eps: Any, halves: bool) -> None:
-    """Norms the residual stream [R, H] after the last layer, in place."""
-    for r in range(stream.shape[0]):
-        for i in range(stream.shape[1]):
-            stream[r, i] = rounded(stream[r, i], halves)
-        norm(stream[r], weight, eps, stream[r], halves)
+    stream += out

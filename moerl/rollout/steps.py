@@ -105,13 +105,15 @@ class HostSteps:
         return SlotCache(whole_blocks(num_slots), max_tokens)
 
     def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
-        hidden, experts = self.layers.prefill(prompts.tokens, prompts.slots, cache)
+        with IndependentRows():
+            hidden, experts = self.layers.prefill(prompts.tokens, prompts.slots, cache)
         return self._sample(hidden[torch.from_numpy(prompts.which)], draw), experts
 
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], draw: Draw, cache: SlotCache
     ) -> tuple[StepResult, NDArray[Any]]:
-        hidden, experts = self.layers.decode(tokens, positions, cache)
+        with IndependentRows():
+            hidden, experts = self.layers.decode(tokens, positions, cache)
         return self._sample(hidden, draw), experts[: len(draw.uniforms)]
 
     def _sample(self, hidden: Tensor, draw: Draw) -> StepResult:

@@ -25,14 +25,49 @@ def is_left_out(record: RolloutRecord) -> bool:
     return record.refusal is not None and record.refusal.reason == Reason.NOTHING_SAMPLED and not record.values
 
 
-def flattened(stream: RolloutStream) -> Generator[RolloutRecord]:
-    """Yields the records of a stream one by one, without those of `left_out`; closes it at the end."""
+def flattened(stream: RolloutStream, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+    """Submits requests, which are all of a stream; returns its records one by one, without those of `left_out`. The
+    iterator closes the stream at its end."""
+    stream.submit(requests)
+    stream.end()
+    return _one_by_one(stream)
+
+
+def _one_by_one(stream: RolloutStream) -> Generator[RolloutRecord]:
     with closing(stream):
         for records in stream:
             yield from (record for record in records if not is_left_out(record))
 
 
-class EngineStream:
+class CallStream:
+    """A `RolloutStream` of an engine.
+
+    Args:
+        put: takes requests in any thread, None at the end; raises `EngineError` for those that the engine refuses.
+        records: yields the records of what was put.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[Sequence[RolloutRequest] | None], None],
+        records: Generator[list[RolloutRecord]],
+    ) -> None:
+        self._put, self._records = put, records
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._put(requests)
+
+    def end(self) -> None:
+        self._put(None)
+
+    def __iter__(self) -> Iterator[list[RolloutRecord]]:
+        return self._records
+
+    def close(self) -> None:
+        self._records.close()
+
+
+class EngineStream(CallStream):
     """A `RolloutStream` of an engine in the same process; the thread that iterates it samples.
 
     Args:
@@ -47,24 +82,15 @@ class EngineStream:
         serve: Callable[[Take], Generator[list[RolloutRecord]]],
         unfinished: Callable[[], Sequence[str]],
     ) -> None:
+        super().__init__(self._add, self._with_left_out(serve(self._take)))
         self._check, self._unfinished = check, unfinished
         self._requests: queue.SimpleQueue[Sequence[RolloutRequest] | None] = queue.SimpleQueue()
         self._has_ended = False
-        self._records = self._with_left_out(serve(self._take))
 
-    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+    def _add(self, requests: Sequence[RolloutRequest] | None) -> None:
         if requests:
             self._check(requests)
         self._requests.put(requests)
-
-    def end(self) -> None:
-        self._requests.put(None)
-
-    def __iter__(self) -> Iterator[list[RolloutRecord]]:
-        return self._records
-
-    def close(self) -> None:
-        self._records.close()
 
     def _with_left_out(self, steps: Generator[list[RolloutRecord]]) -> Generator[list[RolloutRecord]]:
         with closing(steps):

@@ -22,9 +22,8 @@ from moerl.launch.checks.facts import Facts
 from moerl.launch.servers import refuse_ended
 from moerl.machine.hub import missing_weights
 from moerl.rollout.fleet.endpoint import read_endpoint
-from moerl.rollout.sglang.install import device_of, site_packages
+from moerl.rollout.sglang.install import check_server_args, device_of, site_packages
 from moerl.rollout.sglang.patches import verify_installation
-from moerl.rollout.sglang.server_args import check_server_args
 
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 """Variables that name the folders in which libraries of the hub keep what they fetch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from moerl.rollout.beside.messages import (
 from moerl.rollout.beside.served import ENGINE_ID
 from moerl.rollout.pushed import PushingSink
 from moerl.rollout.requests import check_requests
-from moerl.rollout.stream import flattened, left_out
+from moerl.rollout.stream import CallStream, flattened, left_out
 
 
 @dataclass(slots=True, eq=False)
@@ -53,39 +53,6 @@ class _Call:
     left: set[str] = field(default_factory=set[str])
     has_ended: bool = False
     frames: queue.SimpleQueue[tuple[bytes, list[str]] | None] = field(default_factory=queue.SimpleQueue)
-
-
-class BesideStream:
-    """A `RolloutStream` of the engine's process.
-
-    Args:
-        submit: sends requests of a call to the process.
-        records: yields the records of a call.
-    """
-
-    def __init__(
-        self,
-        call: _Call,
-        submit: Callable[[_Call, Sequence[RolloutRequest]], None],
-        records: Callable[[_Call], Generator[list[RolloutRecord]]],
-    ) -> None:
-        self._call, self._submit, self._records = call, submit, records(call)
-
-    def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        if requests:
-            self._submit(self._call, requests)
-        else:
-            self._call.frames.put((b"", []))
-
-    def end(self) -> None:
-        self._call.has_ended = True
-        self._call.frames.put((b"", []))
-
-    def __iter__(self) -> Iterator[list[RolloutRecord]]:
-        return self._records
-
-    def close(self) -> None:
-        self._records.close()
 
 
 class BesideEngine:
@@ -140,17 +107,22 @@ class BesideEngine:
             EngineError: at once, if a request is refused, the engine has no verified weights or the process is gone; at
                 a later record, if the process ends.
         """
-        stream = self.stream()
-        stream.submit(requests)
-        stream.end()
-        return flattened(stream)
+        return flattened(self.stream(), requests)
 
-    def stream(self) -> BesideStream:
+    def stream(self) -> CallStream:
         """Returns a stream of requests, which are sampled as they come."""
         with self._sending:
             call, self._num_calls = _Call(self._num_calls), self._num_calls + 1
             self._calls[call.number] = call
-        return BesideStream(call, self._submit, self._records)
+
+        def put(requests: Sequence[RolloutRequest] | None) -> None:
+            if requests:
+                self._submit(call, requests)
+            else:
+                call.has_ended = call.has_ended or requests is None
+                call.frames.put((b"", []))
+
+        return CallStream(put, self._records(call))
 
     def _submit(self, call: _Call, requests: Sequence[RolloutRequest]) -> None:
         if self._version < 0:

@@ -123,9 +123,4 @@ _for_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngin
 _for_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 
 
-def decode_for_engine(data: bytes) -> ToEngine:
-    return _for_engine.decode(data)
-
-
-def decode_for_controller(data: bytes) -> ToController:
-    return _for_controller.decode(data)
+decode_for_engine, decode_for_controller = _for_engine.decode, _for_controller.decode

@@ -30,14 +30,12 @@ from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, Wei
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.fleet.replica import Replica, State
-from moerl.rollout.fleet.request_loop import Call, RequestLoop
-from moerl.rollout.fleet.sender import Sender
-from moerl.rollout.fleet.senders import AllSenders, LocalSender
-from moerl.rollout.fleet.stream import FleetStream
+from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
+from moerl.rollout.fleet.sender import AllSenders, LocalSender, Sender
 from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
-from moerl.rollout.stream import flattened, is_left_out
+from moerl.rollout.stream import CallStream, flattened, is_left_out
 
 
 class FleetEngine:
@@ -78,7 +76,7 @@ class FleetEngine:
         self._loop.call(lambda: asyncio.get_running_loop().set_default_executor(workers))
         weight_set = WeightSet(options.tied, keeps_copy=options.keeps_copy)
         sender = Sender(weight_set, self._open_channel, options.bucket_bytes, together=True)
-        self._updates = Updates(options.tied, LocalSender(sender, options.bucket_bytes))
+        self._updates = Updates(options.tied, LocalSender(sender))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()
@@ -111,14 +109,19 @@ class FleetEngine:
             EngineError: at once, if a request is refused, no weights were sent yet or servers sleep; at a later record,
                 if a server refused one, or all servers were given up.
         """
-        stream = self.stream()
-        stream.submit(requests)
-        stream.end()
-        return flattened(stream)
+        return flattened(self.stream(), requests)
 
-    def stream(self) -> FleetStream:
+    def stream(self) -> CallStream:
         """Returns a stream of requests; streams may overlap. Servers are asked once it is iterated."""
-        return FleetStream(self._check, self._loop, self._serve)
+        call, left = Call(), dict[str, None]()
+
+        def put(requests: Sequence[RolloutRequest] | None) -> None:
+            if requests:
+                self._check(requests)
+                left.update(dict.fromkeys(request.lineage.rollout_id for request in requests))
+            self._loop.call(call.add, None if requests is None else [Rollout(request) for request in requests])
+
+        return CallStream(put, self._serve(call, left))
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of all `generate` calls (all when None).
@@ -292,21 +295,18 @@ class FleetEngine:
         """Lets no new requests in, ends those under way as `EngineOptions.interrupt` says, and marks sampling as
         paused."""
         self._fleet.shut()
+        rollouts = [rollout for call in list(self._calls.values()) for rollout in call.rollouts.values()]
+        self.costs.interrupted += sum(rollout.replica is not None for rollout in rollouts)
         try:
-            await self._quieten()
+            if self._options.interrupt is Interrupt.DRAIN:
+                await self._fleet.require_idle()
+            elif self._options.interrupt is Interrupt.ABORT_RESUME:
+                await self._requests.cut_all_short(rollouts)
         except BaseException:  # cancelled, or all servers are lost: nothing may wait for an update that never begins
             self._fleet.reopen()
             raise
         self._fleet.pause()
         self._stalled_at = time.perf_counter()
-
-    async def _quieten(self) -> None:
-        rollouts = [rollout for call in list(self._calls.values()) for rollout in call.rollouts.values()]
-        self.costs.interrupted += sum(rollout.replica is not None for rollout in rollouts)
-        if self._options.interrupt is Interrupt.DRAIN:
-            await self._fleet.require_idle()
-        elif self._options.interrupt is Interrupt.ABORT_RESUME:
-            await self._requests.cut_all_short(rollouts)
 
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._turn:

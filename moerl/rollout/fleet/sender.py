@@ -1,12 +1,17 @@
-"""One sender of weights: keeps its part of every set, and sends it to the servers that its caller names.
+"""The senders of an engine's servers: each keeps its part of every set, and sends it to the servers that are named.
 
-Runs in an event loop, one call at a time: the engine's own, or in a trainer rank that of a `ServersSink`.
+An engine opens and ends the updates of its servers; senders send the tensors: a `Sender` in this process, or trainer
+ranks, which their controller asks (`moerl.ranks.senders`). With S servers one sender would send every byte S times over
+its own link. A server takes one bucket at a time, whoever it comes from: R senders keep min(R, S) links busy. A sender
+runs in an event loop, one call at a time: the engine's own, or in a trainer rank that of a `ServersSink`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,6 +20,41 @@ from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket, WeightChannel, WeightGroup
 from moerl.rollout.fleet.weight_set import WeightSet
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sender's part of an update."""
+
+    names: Collection[str] = ()
+    """Names of the tensors that the sender sent."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Servers that are out of the update, by key, and why."""
+
+
+class AllSenders(Protocol):
+    """The senders of one engine, wherever they run. Every method raises `WeightSyncError` if one is gone, or could not
+    do it."""
+
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
+        """Has the buckets of this update go to these servers, whose updates are open, and to no others."""
+        ...
+
+    async def take(self, version: int) -> Sequence[Part]:
+        """Closes the set; returns the part of each sender."""
+        ...
+
+    async def hold(self, version: int) -> None:
+        """Has senders keep the set that was taken last for servers that come late."""
+        ...
+
+    async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
+        """Has senders send what they keep to these servers, whose updates are open; returns the part of each."""
+        ...
+
+    async def close(self) -> None:
+        """Leaves the servers, if senders outlive the engine."""
+        ...
 
 
 class Sender:
@@ -29,6 +69,7 @@ class Sender:
             server takes one bucket at a time, and two buckets that servers pass on would wait for each other.
 
     Attributes:
+        bucket_bytes: as given.
         weight_set: takes the buckets of the set that was begun, in any one thread, and returns them for `send`.
     """
 
@@ -40,7 +81,7 @@ class Sender:
         *,
         together: bool,
     ) -> None:
-        self.weight_set, self._bucket_bytes = weight_set, bucket_bytes
+        self.weight_set, self.bucket_bytes = weight_set, bucket_bytes
         self._num_sent = 0
         self._taken: dict[str, Tensor | None] = {}
         self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
@@ -114,7 +155,7 @@ class Sender:
             )
         self._open(targets)
         self._num_sent = 0
-        return list(buckets(kept.items(), self._bucket_bytes))
+        return list(buckets(kept.items(), self.bucket_bytes))
 
     def failed(self) -> dict[str, str]:
         """Returns the servers that have failed since the last call, by key, and why."""
@@ -160,6 +201,42 @@ class Sender:
         return self._channels.pop(key)
 
 
+class LocalSender:
+    """The one sender of tensors that are handed to the engine in its own process: of a model's directory, of versions
+    on disk."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps and sends tensors, and returns when they were sent. Raises as `WeightSet.receive`."""
+        parts = buckets(tensors, self._sender.bucket_bytes)
+        while (bucket := await asyncio.to_thread(next, parts, None)) is not None:
+            needed = await asyncio.to_thread(self._sender.weight_set.receive, bucket)
+            if needed:
+                await self._sender.send(needed)
+
+    def failed(self) -> dict[str, str]:
+        return self._sender.failed()
+
+    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
+        await self._sender.begin(update, targets)
+
+    async def take(self, version: int) -> Sequence[Part]:
+        return [Part(self._sender.take(version), self._sender.failed())]
+
+    async def hold(self, version: int) -> None:
+        self._sender.hold(version)
+
+    async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
+        for bucket in await self._sender.held(version, targets):
+            await self._sender.send(bucket, targets)
+        return [Part(failed=self._sender.failed())]
+
+    async def close(self) -> None:
+        await self._sender.close()
+
+
 async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> WeightSyncError | None:
     """Runs a step of a weight update on one server, or on a channel to one; returns why it failed, None if it did
     not."""
@@ -174,13 +251,9 @@ async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> Weig
     return None
 
 
-async def _close(channel: WeightChannel) -> None:
-    await channel.close()
-
-
 async def _leave(channel: WeightChannel) -> None:
     """Leaves a server. Ignores errors: a server without an answer is gone, or will notice."""
-    await attempt(_close, channel)
+    await attempt(lambda channel: channel.close(), channel)
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

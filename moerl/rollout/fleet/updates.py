@@ -1,6 +1,6 @@
 """Weight updates of an engine's servers: begun, ended, checked, repeated for servers that come late. In its event loop.
 
-Senders send the tensors: trainer ranks, or one in this process (`moerl.rollout.fleet.senders`). Each keeps what it
+Senders send the tensors: trainer ranks, or one in this process (`moerl.rollout.fleet.sender`). Each keeps what it
 sent, so that a server that takes the place of a lost one, or was away, gets the set before it gets requests. An
 incomplete set leaves mixed weights on servers; they get the set before it again.
 """
@@ -17,8 +17,7 @@ from moerl.contract.weight_update import WeightUpdate, require_open, require_who
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
 from moerl.rollout.fleet.replica import Replica
-from moerl.rollout.fleet.sender import attempt
-from moerl.rollout.fleet.senders import AllSenders, LocalSender, Part
+from moerl.rollout.fleet.sender import AllSenders, LocalSender, Part, attempt
 from moerl.rollout.weight_difference import weight_difference
 
 
@@ -113,11 +112,11 @@ class Updates:
 
     async def resume(self, replicas: Sequence[Replica]) -> None:
         """Has servers sample again after `end`."""
-        await self._each(_resume, replicas)
+        await self._each(lambda server: server.resume(), replicas)
 
     async def sleep(self, replicas: Sequence[Replica]) -> None:
         """Has servers give their memory back until the next update."""
-        await self._each(_sleep, replicas)
+        await self._each(lambda server: server.sleep(), replicas)
 
     async def _each(self, step: Callable[[ServerBackend], Awaitable[None]], replicas: Sequence[Replica]) -> None:
         """Runs a step on servers that are in no update."""
@@ -165,7 +164,7 @@ class Updates:
         await self._on_all(lambda server: server.begin_update())
         self._drop_failed(await self._holders.send(version, self._reached()))
         await self._on_all(lambda server: server.end_update(version))
-        await self._on_all(_resume)
+        await self._on_all(lambda server: server.resume())
 
     async def dtypes(self, replica: Callable[[], Awaitable[Replica]]) -> Mapping[str, str]:
         """Returns names of dtypes by checkpoint name, as servers hold tensors; a `replica` is asked the first time."""
@@ -239,14 +238,6 @@ class Updates:
     def _close(self) -> None:
         self.is_open, self._targets = False, {}
         self._lock.release()
-
-
-async def _resume(server: ServerBackend) -> None:
-    await server.resume()
-
-
-async def _sleep(server: ServerBackend) -> None:
-    await server.sleep()
 
 
 def require_server(replica: Replica) -> ServerBackend:

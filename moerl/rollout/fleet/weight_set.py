@@ -38,7 +38,10 @@ class WeightSet:
         arrivals, needed = require_open(self._arrivals), []
         for name, tensor in tensors:
             arrivals.check(name, tensor.shape)
-            self._tensors[name] = _copy(tensor) if self._keeps_copy or name in self._compared else None
+            self._tensors[name] = None
+            if self._keeps_copy or name in self._compared:
+                copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                self._tensors[name] = copy
             arrivals.names.add(name)
             if name not in self._tied:
                 needed.append((name, tensor.detach()))
@@ -69,7 +72,3 @@ class WeightSet:
                 )
         self.drop()
         return arrivals.names, {n: staged[n] for n in update.tensors if n in staged and n not in self._tied}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -104,9 +104,7 @@ def decode_compact(field: object, max_bytes: int) -> CompactAnswer:
     try:
         answer = msgspec.msgpack.decode(payload, type=CompactAnswer)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED, field="compact_answer", seen=error, expected="the fields of a compact answer"
-        ) from error
+        raise _malformed("compact_answer", error, "the fields of a compact answer") from error
     if answer.schema != SCHEMA:
         raise ContractError(
             Reason.SCHEMA_VERSION_UNKNOWN,
@@ -169,9 +167,7 @@ def finish_reason(meta: Mapping[str, Any]) -> FinishReason:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length", "abort"):
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED, field="finish_reason", seen=reason, expected="type stop, length or abort"
-        )
+        raise _malformed("finish_reason", reason, "type stop, length or abort")
     return FinishReason(kind)
 
 
@@ -183,12 +179,7 @@ def cached_tokens(meta: Mapping[str, Any], num_sent: int) -> int:
     """
     count = meta.get("cached_tokens")
     if type(count) is not int or not 0 <= count <= num_sent:
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED,
-            field="cached_tokens",
-            seen=count,
-            expected=f"a whole number from 0 to {num_sent}, the tokens that were sent",
-        )
+        raise _malformed("cached_tokens", count, f"a whole number from 0 to {num_sent}, the tokens that were sent")
     return count
 
 
@@ -201,9 +192,7 @@ def version_spans(meta: Mapping[str, Any]) -> list[VersionSpan]:
     try:
         return msgspec.convert(meta.get("weight_versions"), list[VersionSpan])
     except msgspec.ValidationError as error:
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED, field="weight_versions", seen=error, expected="a list of spans"
-        ) from error
+        raise _malformed("weight_versions", error, "a list of spans") from error
 
 
 def _logprobs(
@@ -235,22 +224,15 @@ def _versions(spans: Sequence[VersionSpan], count: int) -> NDArray[np.int32]:
     versions = np.empty(count, np.int32)
     at = 0
     for span in spans:
-        if span.start != at or not at < span.end <= count or not _is_version(span.version):
+        is_version = span.version.isdecimal() and len(span.version) < 10
+        if span.start != at or not at < span.end <= count or not is_version:
             break
         versions[at : span.end] = int(span.version)
         at = span.end
     if at != count:
-        raise ContractError(
-            Reason.MESSAGE_MALFORMED,
-            field="weight_versions",
-            seen=[(span.version, span.start, span.end) for span in spans],
-            expected=f"whole numbers over tokens [0, {count}) without gaps",
-        )
+        seen = [(span.version, span.start, span.end) for span in spans]
+        raise _malformed("weight_versions", seen, f"whole numbers over tokens [0, {count}) without gaps")
     return versions
-
-
-def _is_version(label: str) -> bool:
-    return label.isdecimal() and len(label) < 10
 
 
 def _clamp_rounding(logs: NDArray[np.float32], terms: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -258,3 +240,8 @@ def _clamp_rounding(logs: NDArray[np.float32], terms: NDArray[np.float32]) -> ND
     for the contract to refuse."""
     bounds = np.maximum(_ROUNDING, _RELATIVE_ROUNDING * np.abs(terms))
     return np.where((logs > 0) & (logs <= bounds), np.float32(0), logs)
+
+
+def _malformed(field: str, seen: object, expected: str) -> ContractError:
+    """Returns the error of a field of an answer that is not what SGLang writes."""
+    return ContractError(Reason.MESSAGE_MALFORMED, field=field, seen=seen, expected=expected)

@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
@@ -24,8 +22,6 @@ from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flat_view, flattened
 
-_PIECES_SHARE = 0.25
-"""Share of a bucket's time limit that one piece may take, and that forming a group may take."""
 _REST_SHARE = 1.25
 """Time limits of a piece that the sender waits for other calls once one has failed; receivers give up within one."""
 
@@ -54,28 +50,10 @@ class Receiver(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastOptions:
-    """Settings of a sender's broadcasts."""
-
-    address: str
-    """Address of this machine, as receivers reach it."""
-    backend: str
-    """gloo or nccl."""
-    device: torch.device
-    """Device that NCCL sends from."""
-    seconds: float
-    """Seconds that each bucket may take."""
-
-    @property
-    def group(self) -> GroupOptions:
-        return GroupOptions(self.address, self.backend, self.device, self.seconds * _PIECES_SHARE)
-
-
 class Broadcast:
     """One sender's way to its receivers; one call at a time. Their group is formed anew when they change."""
 
-    def __init__(self, options: BroadcastOptions) -> None:
+    def __init__(self, options: GroupOptions) -> None:
         self._options = options
         self._group: SenderGroup | None = None
         self._members: list[str] = []
@@ -122,7 +100,7 @@ class Broadcast:
         if list(receivers) == self._members:
             return {}
         self.leave()
-        group = SenderGroup(self._options.group, [receiver.num_ranks for receiver in receivers.values()])
+        group = SenderGroup(self._options, [receiver.num_ranks for receiver in receivers.values()])
         joins = [r.join(invitation) for r, invitation in zip(receivers.values(), group.invitations, strict=True)]
         outcomes = await self._side_by_side([in_thread(group.form), *joins])
         if all(outcome is None for outcome in outcomes):
@@ -146,7 +124,7 @@ class Broadcast:
             while pending and (seconds := until - time.monotonic()) > 0:
                 done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.exception() is not None for task in done):
-                    until = min(until, time.monotonic() + _REST_SHARE * self._options.group.piece_seconds)
+                    until = min(until, time.monotonic() + _REST_SHARE * self._options.piece_seconds)
         finally:
             for task in pending:
                 task.cancel()
@@ -156,7 +134,7 @@ class Broadcast:
         self, out: Iterable[int], receivers: Mapping[str, Receiver], outcomes: Sequence[Exception | None], doing: str
     ) -> dict[str, WeightSyncError]:
         """Returns why receivers are left out, by key: their own error if they have one."""
-        seconds, piece_seconds = self._options.seconds, self._options.group.piece_seconds
+        seconds, piece_seconds = self._options.seconds, self._options.piece_seconds
         problems = {}
         for i in out:
             key, error = list(receivers)[i], outcomes[i + 1]

@@ -18,9 +18,10 @@ from moerl.errors import WeightSyncError
 from moerl.machine.interfaces import own_address
 from moerl.rollout.fleet.backend import Bucket
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions
+from moerl.rollout.sglang.broadcast import Broadcast
 from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.invitation import Invitation
+from moerl.rollout.sglang.sender_group import GroupOptions
 from moerl.rollout.sglang.update_calls import UpdateCalls
 
 _CLOSE_SECONDS = 5.0
@@ -69,8 +70,8 @@ class SGLangChannel:
         return f"{self._address.backend} {self._own_address}"
 
     def new_group(self) -> Broadcast:
-        options = BroadcastOptions(self._own_address, self._address.backend, self._device, self._address.seconds)
-        return Broadcast(options)
+        address = self._address
+        return Broadcast(GroupOptions(self._own_address, address.backend, self._device, address.seconds))
 
     async def join(self, invitation: Invitation) -> None:
         """Has the server's ranks join a group, and leave the one before."""

@@ -10,9 +10,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from moerl.config.passed_on import SERVER_ARGS, SERVER_KEYS, fixed_argument
 from moerl.errors import EngineError
 from moerl.processes.host import run_command
 from moerl.rollout.sglang.patches import (
@@ -144,6 +147,35 @@ def server_arguments(environment: Path) -> dict[str, str]:
     python = str(python_of(environment))
     said = _run([python, "-I", "-W", "ignore", "-c", _ARGUMENTS], "list SGLang's arguments", is_spared=True)
     return json.loads(said.splitlines()[-1])
+
+
+def check_server_args(environment: Path, passed: Mapping[str, Any]) -> None:
+    """Checks that the release has arguments of these names, and that none of them is another name of one that is
+    refused. Takes seconds: the environment's interpreter imports SGLang.
+
+    Raises:
+        EngineError: it has not, or one is; or the arguments cannot be listed.
+    """
+    if not passed:
+        return
+    known = server_arguments(environment)
+    refused = {field: name for name, field in known.items() if name in SERVER_KEYS or fixed_argument(name)}
+    for name, value in passed.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise EngineError(
+                f"{SERVER_ARGS}.{name}: SGLang in {environment} has no such argument",
+                seen=value,
+                expected="one that `python -m sglang.launch_server --help` lists, with underscores",
+                remedy=f"did you mean {near[0]}?" if near else "leave it away",
+            )
+        if known[name] in refused:
+            raise EngineError(
+                f"{SERVER_ARGS}.{name}: another name of {refused[known[name]]}, which cannot be passed on",
+                seen=value,
+                expected="no value",
+                remedy="leave it away",
+            )
 
 
 def pythons(version: str) -> list[str]:

@@ -177,9 +177,8 @@ def is_current(site: Path, patches: PatchSet) -> bool:
 
 def _stamped(site: Path) -> str | None:
     """Returns the fingerprint of the patches that were applied; None if there are none, or the stamp says nothing."""
-    stamp = site / STAMP
     try:
-        return str(json.loads(stamp.read_text())["fingerprint"])
+        return str(json.loads((site / STAMP).read_text())["fingerprint"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -210,7 +209,10 @@ def _require_released(site: Path, version: str, contents: Mapping[str, str | Non
     released = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines()) if len(row) > 1}
     for path, content in contents.items():
         expected = released.get(path)
-        seen = None if content is None else _record_hash(content)
+        seen = None
+        if content is not None:
+            digest = hashlib.sha256(content.encode(errors="surrogateescape")).digest()
+            seen = "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
         if seen != expected:
             raise EngineError(
                 f"SGLang in {site}: {path} is not as released",
@@ -218,11 +220,6 @@ def _require_released(site: Path, version: str, contents: Mapping[str, str | Non
                 expected=expected,
                 remedy=_FRESH,
             )
-
-
-def _record_hash(content: str) -> str:
-    digest = hashlib.sha256(content.encode(errors="surrogateescape")).digest()
-    return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _read(path: Path) -> str | None:

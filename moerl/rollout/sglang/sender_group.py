@@ -31,6 +31,8 @@ from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 
 _POLL_SECONDS = 5e-4
+_PIECES_SHARE = 0.25
+"""Share of a bucket's time limit that one piece may take, and that forming a group may take."""
 _LOST = re.compile(r"weight relay: rank (\d+) is (late|gone)")
 
 
@@ -44,8 +46,13 @@ class GroupOptions:
     """gloo or nccl."""
     device: torch.device
     """Device that NCCL sends from."""
-    piece_seconds: float
-    """Seconds that a piece (NCCL: a bucket) may take, and making the group."""
+    seconds: float
+    """Seconds that each bucket may take."""
+
+    @property
+    def piece_seconds(self) -> float:
+        """Seconds that a piece (NCCL: a bucket) may take, and making the group."""
+        return self.seconds * _PIECES_SHARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,15 +154,11 @@ class SGLangServer:
             EngineError: it ended, or is not ready in time. The end of its log is in the message; `stop` it then.
         """
         deadline = time.monotonic() + timeout_seconds
-        while not self.is_ready():
+        while not answers_health(self.endpoint):
             self.require_running()
             if time.monotonic() > deadline:
                 raise self._failure("not ready", f"ready within {timeout_seconds} s")
             time.sleep(_POLL_SECONDS)
-
-    def is_ready(self) -> bool:
-        """Returns whether the server answers its health probe now."""
-        return answers_health(self.endpoint)
 
     def require_running(self) -> None:
         """Raises EngineError if the process has ended; the end of its log is in the message."""

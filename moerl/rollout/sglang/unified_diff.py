@@ -7,8 +7,8 @@ functions on text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from moerl.errors import EngineError
 
@@ -106,11 +106,12 @@ def apply_patch(content: str | None, patch: FilePatch, name: str) -> str:
     for hunk in patch.hunks:
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         result += lines[taken:start]
-        for number, (seen, expected) in enumerate(_paired(lines[start : start + len(hunk.old)], hunk.old), start + 1):
+        taken = start + len(hunk.old)
+        # A line that the file has not is None.
+        for number, (seen, expected) in enumerate(zip_longest(lines[start:taken], hunk.old), start + 1):
             if seen != expected:
                 raise _refusal(name, patch.path, number, seen, expected)
         result += hunk.new
-        taken = start + len(hunk.old)
     if patch.creates:
         return "\n".join(result) + "\n"
     return "\n".join(result + lines[taken:])
@@ -129,11 +130,6 @@ def revert_patch(content: str | None, patch: FilePatch, name: str) -> str | None
         return None
     back = FilePatch(patch.path, tuple(hunk.reversed() for hunk in patch.hunks), creates=False)
     return apply_patch(content, back, name)
-
-
-def _paired(seen: list[str], expected: tuple[str, ...]) -> Iterator[tuple[str | None, str]]:
-    for index, line in enumerate(expected):
-        yield (seen[index] if index < len(seen) else None), line
 
 
 def _refusal(name: str, path: str, line: int, seen: object, expected: object) -> EngineError:

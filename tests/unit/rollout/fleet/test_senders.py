@@ -134,7 +134,7 @@ def test_a_bucket_of_the_trainer_is_sent_as_it_is_and_what_is_kept_in_buckets_of
 ):
     led = Led(engine_on(servers[0]), network)
     for sink in led.ranks.sinks:
-        sink._sender._bucket_bytes = 1
+        sink._sender.bucket_bytes = 1
     led.ranks.publish = lambda version, targets, parts, checked: [_publish_at_once(led.ranks, version, targets, parts)]
     led.send(3)
     assert sorted(step for step in servers[0].steps if "bucket" in step) == ["part bucket 0"]

@@ -14,8 +14,8 @@ from receivers import PlainReceiver, load_relay
 from torch import Tensor
 
 from moerl.rollout.sglang import sender_group
-from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions, NoAnswer, to_blame
-from moerl.rollout.sglang.sender_group import flattened
+from moerl.rollout.sglang.broadcast import Broadcast, NoAnswer, to_blame
+from moerl.rollout.sglang.sender_group import GroupOptions, flattened
 
 NUM_VALUES = 2 << 20
 """Values of a bucket: float32, 8 pieces."""
@@ -32,7 +32,7 @@ def digest(value: float) -> str:
 class Sender:
     """A `Broadcast`, from outside of an event loop."""
 
-    def __init__(self, options: BroadcastOptions) -> None:
+    def __init__(self, options: GroupOptions) -> None:
         self.broadcast = Broadcast(options)
 
     def send(self, bucket: list[tuple[str, Tensor]], receivers: list[PlainReceiver], number: int):
@@ -89,7 +89,7 @@ def spoilt(pool: list[PlainReceiver]) -> Iterator[Callable[[PlainReceiver], None
 def sender() -> Iterator[Sender]:
     """Three seconds for a piece, and more where the machine has more to do than these tests."""
     seconds = 12.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
-    made = Sender(BroadcastOptions("127.0.0.1", "gloo", torch.device("cpu"), seconds))
+    made = Sender(GroupOptions("127.0.0.1", "gloo", torch.device("cpu"), seconds))
     yield made
     made.broadcast.leave()
 

@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[SGLangHttp], Any]] = {
     "a response": lambda http: http.call_once("/generate", {"rid": "r"}, 1 << 30),
     "responses": lambda http: ManyAnswers(http, 60.0).ask({"rid": "r"}, 1 << 30),
     "an abort": lambda http: http.admin("/abort_request", {}),
-    "weights": lambda http: UpdateCalls("s", http, 60.0).begin(),
+    "weights": lambda http: UpdateCalls("s", http, 60.0).begin_update(),
     "checksums": lambda http: weight_digests(http, ServedModel({}, 1, {}), 60.0),
 }
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang.install import server_arguments
-from moerl.rollout.sglang.server_args import check_server_args
+from moerl.rollout.sglang.install import check_server_args, server_arguments
 
 RELEASE = """
 class ServerArgs:
