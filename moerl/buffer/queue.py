@@ -95,6 +95,16 @@ class QueueLimits:
         """Formula of `max_age`, for messages."""
         return "max_staleness" if self.drops else "max_staleness + ceil((window - 1) / prompts_per_step)"
 
+    def describe(self) -> list[str]:
+        """Returns lines for the user; none without staleness."""
+        if not self.max_staleness:
+            return []
+        window = ", and dropped if they get too old" if self.drops else f" in a window of {self.window}"
+        return [
+            f"groups are sampled beside the training, {self.slots} at a time{window}: no token that is trained is"
+            f" older than {self.max_age} versions ({self.formula})"
+        ]
+
 
 class GroupState(StrEnum):
     """State of a group. running: sampled or to be sampled. finished: waits for its batch. taken: in a batch, its slot

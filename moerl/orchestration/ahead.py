@@ -15,14 +15,14 @@ class Ahead:
     """Packer of batches, which can pack one in its own thread.
 
     Args:
-        upcoming: waits for the batch that is likely the next one and returns it; None if there is none to wait for.
-            Called in the thread.
+        upcoming: waits for the batch that is likely that of a version and returns it; None if there is none to wait
+            for. Called in the thread.
         pack: packs a batch, by the batch alone. Called in the thread, or by `packed`.
     """
 
     def __init__(
         self,
-        upcoming: Callable[[], Sequence[Trajectory] | None],
+        upcoming: Callable[[int], Sequence[Trajectory] | None],
         pack: Callable[[Sequence[Trajectory]], list[Minibatch]],
     ) -> None:
         self._upcoming, self._pack = upcoming, pack
@@ -33,9 +33,9 @@ class Ahead:
         """Waits for the thread; `upcoming` must return by then."""
         self._thread.shutdown()
 
-    def begin(self) -> None:
-        """Has the thread wait for the next batch and pack it; returns at once."""
-        self._begun = self._thread.submit(self._pack_upcoming)
+    def begin(self, version: int) -> None:
+        """Has the thread wait for the batch of a version and pack it; returns at once."""
+        self._begun = self._thread.submit(self._pack_upcoming, version)
 
     def packed(self, batch: Sequence[Trajectory]) -> list[Minibatch]:
         """Returns the minibatches of a batch; packs it now unless the thread has packed it."""
@@ -46,6 +46,6 @@ class Ahead:
             return found[1]
         return self._pack(batch)
 
-    def _pack_upcoming(self) -> tuple[Sequence[Trajectory], list[Minibatch]] | None:
-        batch = self._upcoming()
+    def _pack_upcoming(self, version: int) -> tuple[Sequence[Trajectory], list[Minibatch]] | None:
+        batch = self._upcoming(version)
         return None if batch is None else (batch, self._pack(batch))

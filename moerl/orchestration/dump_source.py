@@ -60,8 +60,6 @@ class DumpSource:
         metrics: metrics of the latest batch.
     """
 
-    overlaps = False
-
     def __init__(
         self,
         dump: TrainableDump,
@@ -243,10 +241,13 @@ class DumpSource:
     def recover(self) -> None:
         """Does nothing: rollouts that were not trained are read again."""
 
-    def upcoming(self) -> None:
+    def upcoming(self, version: int) -> None:
         """Returns None: nothing is read ahead."""
 
     def expect(self) -> Taken:
+        raise AssertionError("a run from dumps publishes no weights")
+
+    def sent(self) -> None:
         raise AssertionError("a run from dumps publishes no weights")
 
     def settle(self) -> None:

@@ -66,7 +66,9 @@ class GroupSource:
         # Locked while any of the above is read or changed: with staleness, threads collect.
         self._state = threading.Condition()
         self._error: BaseException | None = None
-        self._is_closed = self._is_batch_wanted = False
+        self._is_closed, self._asked_version = False, -1
+        # True if groups are sampled while others are trained; if not, the thread that asks for a batch collects it.
+        self._overlaps = plan.limits.max_staleness > 0
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
         self._turns = KeptTurns()
@@ -74,11 +76,6 @@ class GroupSource:
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
         self._curriculum = PromptChoice.of(plan.loop, plan.seed, prompts)
-
-    @property
-    def overlaps(self) -> bool:
-        """True if groups are sampled while others are trained."""
-        return self.limits.max_staleness > 0
 
     def batch(self) -> list[Trajectory]:
         """Returns the trajectories of the next step, group by group in the order of dispatch; waits for them.
@@ -88,18 +85,15 @@ class GroupSource:
         """
         first = self._queue.next_number
         with self._state:
-            self._is_batch_wanted = True
+            self._asked_version = self.version
             self._state.notify_all()
             while not (numbers := self._take_batch()):
                 check_fills_up(self._queue.next_number - first, self.limits.groups_per_step, self.ledger)
-                if self._ask_for_more():
-                    continue
-                if self.overlaps and self._error is None:
+                if not self._ask_for_more() and self._error is None:
                     self._wait()
                 if self._error is not None:
                     raise self._error
             self._batch = {number: self._finished.pop(number) for number in numbers}
-            self._is_batch_wanted = False
         trajectories = [trajectory for waiting in self._batch.values() for trajectory in waiting.kept]
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
@@ -108,7 +102,7 @@ class GroupSource:
             self._collector.say(warning)
         self.metrics = {
             **self._lengths.metrics(),
-            **age_metrics(self.version, versions, histogram=self.overlaps),
+            **age_metrics(self.version, versions, histogram=self._overlaps),
             **self._flow.lap(),
             "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
             "groups/filtered": float(self.ledger.filtered.total()),
@@ -116,15 +110,15 @@ class GroupSource:
         }
         return trajectories
 
-    def upcoming(self) -> list[Trajectory] | None:
-        """Waits, in a thread of the caller, for the trajectories that `batch` would return now; returns None once
-        `batch` is called, or the source is closed or has failed."""
+    def upcoming(self, version: int) -> list[Trajectory] | None:
+        """Waits, in a thread of the caller, for the trajectories that `batch` would return for this version; returns
+        None once that batch is asked for, or the source is closed or has failed."""
         with self._state:
-            while not (numbers := self._queue.next_batch()):
-                if self._is_batch_wanted or self._is_closed or self._error is not None:
-                    return None
+            while self._asked_version < version and not self._is_closed and self._error is None:
+                if numbers := self._queue.next_batch():
+                    return [trajectory for number in numbers for trajectory in self._finished[number].kept]
                 self._state.wait()
-            return [trajectory for number in numbers for trajectory in self._finished[number].kept]
+            return None
 
     def _take_batch(self) -> list[int]:
         """Returns the next batch's groups, none while it is not full. Drops groups that are too old, if `limits` do."""
@@ -154,6 +148,11 @@ class GroupSource:
         self._awaits_engines = True
         return self._taken
 
+    def sent(self) -> None:
+        """Notes that the trainer has sent the weights. Waits for the engines if the next groups need these weights."""
+        if not self._overlaps:
+            self.settle()
+
     def settle(self) -> None:
         """Waits until the callback of `expect`, if one is due, is called. Raises the first error of a thread."""
         with self._state:
@@ -176,7 +175,7 @@ class GroupSource:
             with self._state:
                 released, self._held, self._awaits_engines = self._held, [], False
                 self._queue.release(released)
-                if released and self.overlaps and not self._is_closed:
+                if released and self._overlaps and not self._is_closed:
                     self._ask_for_more()
                 self._state.notify_all()
         except Exception as error:  # noqa: BLE001 - the thread boundary: the loop raises it
@@ -196,7 +195,7 @@ class GroupSource:
         Groups of the journal are not sampled again.
 
         Returns:
-            True if the journal had some of the groups.
+            True if some of the groups are there: the journal had them, or they were collected.
         """
         again, self._again = self._again, list[int]()
         numbers = [*again]
@@ -217,11 +216,12 @@ class GroupSource:
         for number in numbers:
             resumed = self._turns.num_episodes(number)
             self.ledger.ask_again(resumed, self.ledger.pending_of(number) - resumed if number in again else 0)
-        if numbers and self.overlaps:
+        if numbers and not self._overlaps:
+            self._collect(numbers)
+            return True
+        if numbers:
             name = f"groups-{numbers[0]}"
             threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
-        elif numbers:
-            self._collect(numbers)
         return bool(there)
 
     @property
@@ -249,7 +249,7 @@ class GroupSource:
     def _collect(self, numbers: Sequence[int]) -> None:
         """Collects groups; each can be trained as soon as all of its rollouts are there."""
         collector, version = self._collector, self.version
-        watch = unwatched if self.overlaps else collector.watch
+        watch = unwatched if self._overlaps else collector.watch
         requests = {n: self._plan.requests(collector, self._prompt(n), self._stage, n) for n in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
         found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
@@ -281,17 +281,20 @@ class GroupSource:
 
     def _keep_turn(self, turn: KeptTurn) -> None:
         with self._state:
-            if not self._is_closed and (self.overlaps or turn.newest_version <= self._saved_version):
+            if not self._is_closed and self._may_recover(turn.newest_version):
                 self._journal.append_turn(turn)
+
+    def _may_recover(self, newest_version: int) -> bool:
+        """Returns True if a resumed run could take back what these weights sampled: `recover` takes only what the
+        weights of a checkpoint have sampled, and without staleness a batch is trained before the next checkpoint."""
+        return self._overlaps or newest_version <= self._saved_version
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """Adds a group whose rollouts are all answered to the journal, and finishes it."""
         group = finished_group(number, requests, outcomes)
         with self._state:
             if not self._is_closed:
-                # Without staleness a batch is trained before the next checkpoint, and `recover` uses only groups that
-                # the weights of the last checkpoint have sampled.
-                if self.overlaps or group.newest_version <= self._saved_version:
+                if self._may_recover(group.newest_version):
                     self._journal.append(group)
                 self._finish(group)
 

@@ -88,21 +88,15 @@ class RLStage:
             self._evaluate(first_step)
         run.stop_if_told(STAGE, first_step)
         run.reporter.say(f"algorithm: {self.algorithm.describe()}")
-        limits = self.groups.limits
-        if self.groups.overlaps:
-            window = ", and dropped if they get too old" if limits.drops else f" in a window of {limits.window}"
-            run.reporter.say(
-                f"groups are sampled beside the training, {limits.slots} at a time{window}: no"
-                f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
-            )
+        for line in self.groups.limits.describe():
+            run.reporter.say(line)
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         with closing(Ahead(self.groups.upcoming, self._pack)) as self._ahead, closing(self.groups):
             for step in range(first_step, steps):
                 with self._profiled(step + 1):
                     minibatches = self._rollouts(step)
                     self._make_room()
-                    if self.groups.overlaps:
-                        self._ahead.begin()
+                    self._ahead.begin(step + 1)
                     metrics = self._train_on(minibatches, step)
                 run.keep_groups(step + 1, self.groups.snapshot())
                 run.log(STAGE, step + 1, metrics, minibatches)
@@ -276,8 +270,7 @@ class RLStage:
         yield
         with self.run.span("weights"):
             self._published = finish()
-            if not self.groups.overlaps:
-                self.groups.settle()
+            self.groups.sent()
 
     def _update_costs(self) -> dict[str, float]:
         """Returns the metrics of weight updates and of prefix caches since the last call."""

@@ -29,11 +29,6 @@ class Source(Protocol):
         """Metrics of the latest batch."""
         ...
 
-    @property
-    def overlaps(self) -> bool:
-        """True if groups are sampled while others are trained."""
-        ...
-
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
         """Restores the state of a checkpoint after `step` steps; it is empty at the start of a stage."""
 
@@ -44,9 +39,9 @@ class Source(Protocol):
         """Returns the trajectories of the next step, group by group; waits for them."""
         ...
 
-    def upcoming(self) -> list[Trajectory] | None:
-        """Waits, called in another thread, for the trajectories that `batch` would return now; returns None if there
-        are none to wait for."""
+    def upcoming(self, version: int) -> list[Trajectory] | None:
+        """Waits, called in another thread, for the trajectories that `batch` would return for this version; returns
+        None if there are none to wait for, or once the batch is asked for."""
         ...
 
     def trained(self) -> None:
@@ -55,6 +50,9 @@ class Source(Protocol):
     def expect(self) -> Taken:
         """Notes that weights are on their way to the engine; returns a callback to call when the engine has them."""
         ...
+
+    def sent(self) -> None:
+        """Notes that the weights were sent. Waits until the engine has them if the next groups need them."""
 
     def settle(self) -> None:
         """Waits until the engine has the weights that are on their way."""

@@ -35,8 +35,8 @@ def batch_of(size: int) -> list[Trajectory]:
 
 def test_the_batch_that_was_packed_ahead_is_not_packed_again():
     pack, batch = Pack(), batch_of(3)
-    with closing(Ahead(lambda: batch, pack)) as ahead:
-        ahead.begin()
+    with closing(Ahead(lambda _: batch, pack)) as ahead:
+        ahead.begin(1)
         assert ahead.packed(list(batch)) == ["minibatch of", batch]
         assert [name for _, name in pack.packed] == ["pack-ahead_0"]
         # And only once.
@@ -48,8 +48,8 @@ def test_the_batch_that_was_packed_ahead_is_not_packed_again():
 def test_another_batch_than_the_one_packed_ahead_is_packed_now(other: int | None):
     pack, batch = Pack(), batch_of(3)
     upcoming = None if other is None else batch_of(other)
-    with closing(Ahead(lambda: upcoming, pack)) as ahead:
-        ahead.begin()
+    with closing(Ahead(lambda _: upcoming, pack)) as ahead:
+        ahead.begin(1)
         assert ahead.packed(batch) == ["minibatch of", batch]
     assert pack.packed[-1] == (batch, threading.current_thread().name)
 
@@ -57,9 +57,9 @@ def test_another_batch_than_the_one_packed_ahead_is_packed_now(other: int | None
 def test_a_batch_that_cannot_be_packed_is_refused_when_it_is_trained_and_no_other_is():
     pack, batch, other = Pack(), batch_of(3), batch_of(3)
     pack.refuses = batch
-    with closing(Ahead(lambda: batch, pack)) as ahead:
-        ahead.begin()
+    with closing(Ahead(lambda _: batch, pack)) as ahead:
+        ahead.begin(1)
         assert ahead.packed(other) == ["minibatch of", other]
-        ahead.begin()
+        ahead.begin(1)
         with pytest.raises(ReplayError, match="no routing"):
             ahead.packed(batch)

@@ -140,7 +140,7 @@ def test_the_batch_after_the_one_in_training_is_seen_ahead_and_stays_where_it_is
     gate.open("rl-000000/")
     first = groups.batch()
     seen: list[Sequence[Trajectory] | None] = []
-    thread = threading.Thread(target=lambda: seen.append(groups.upcoming()))
+    thread = threading.Thread(target=lambda: seen.append(groups.upcoming(1)))
     thread.start()
     thread.join(0.1)
     assert thread.is_alive()
@@ -159,7 +159,8 @@ def test_nobody_waits_for_a_batch_ahead_once_it_is_asked_for_or_all_is_over() ->
     with closing(groups):
         gate.open("rl-000000/")
         groups.batch()
-        ahead = [threading.Thread(target=lambda: seen.append(groups.upcoming())) for _ in range(2)]
+        trained(groups)
+        ahead = [threading.Thread(target=lambda v=v: seen.append(groups.upcoming(v))) for v in (1, 2)]
         ahead[0].start()
         asked = threading.Thread(target=groups.batch)
         asked.start()
@@ -292,3 +293,17 @@ def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:
     trained(groups)
     groups.batch()
     assert 0.5 < groups.metrics["waiting/engine_for_slots"] <= 1.0
+
+
+def test_a_batch_that_was_there_when_it_was_asked_for_is_not_waited_for_afterwards() -> None:
+    gate = Gate()
+    groups, _ = source(gate, *BESIDE)
+    with closing(groups):
+        gate.open("rl-000000/")
+        groups.batch()
+        gate.open("rl-000001/")
+        trained(groups)
+        groups.batch()
+        # A thread that starts this late must not wait for the batch after it.
+        assert groups.upcoming(1) is None
+    gate.open("")
