@@ -150,11 +150,12 @@ class RequestLoop:
             self._fleet.failed(replica, error, asked_at)
 
     async def _answer(self, call: Call, rollout: Rollout) -> None:
-        await self._finish(call, rollout)
-        del call.rollouts[rollout.request.lineage.rollout_id]
+        record = await self._finish(call, rollout)
+        del call.rollouts[record.rollout_id]
+        call.outcomes.put([record])
 
-    async def _finish(self, call: Call, rollout: Rollout) -> None:
-        """Asks until the rollout is finished, and delivers it."""
+    async def _finish(self, call: Call, rollout: Rollout) -> RolloutRecord:
+        """Asks until the rollout is finished; returns its record."""
         while True:
             reason = None
             replica = await self._fleet.admit(rollout.request.lineage, call.homes)
@@ -172,18 +173,16 @@ class RequestLoop:
                 if rollout.num_damaged == NUM_ATTEMPTS:
                     assert reply is not None
                     values = {"lineage": rollout.request.lineage, **reply.raw}
-                    self._deliver(call, rollout, replica, values, error)
-                    return
+                    return self._record(rollout, replica, values, error)
                 await backoff(rollout.num_damaged - 1)
             if reason is None and rollout.is_aborted:
                 reason = FinishReason.ABORT
             if reason is not None:
                 break
-        if rollout.segments:
-            values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
-            self._deliver(call, rollout, replica, values, None)
-        else:
-            call.outcomes.put([left_out(rollout.request.lineage.rollout_id)])
+        if not rollout.segments:
+            return left_out(rollout.request.lineage.rollout_id)
+        values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
+        return self._record(rollout, replica, values, None)
 
     async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
         """Returns the answer to one attempt; None if there is none, after a report of that to the fleet.
@@ -256,9 +255,9 @@ class RequestLoop:
         for at in (versions[1:] != versions[:-1]).nonzero()[0].tolist():
             self._costs.recomputed_tokens += before + at + 1
 
-    def _deliver(
-        self, call: Call, rollout: Rollout, replica: Replica, values: dict[str, Any], refusal: ContractError | None
-    ) -> None:
+    def _record(
+        self, rollout: Rollout, replica: Replica, values: dict[str, Any], refusal: ContractError | None
+    ) -> RolloutRecord:
         now, name = time.perf_counter(), rollout.request.lineage.rollout_id
         timings = {
             "waiting_seconds": rollout.admitted_at - rollout.submitted_at,
@@ -266,7 +265,7 @@ class RequestLoop:
         }
         attempt = rollout.num_failed + rollout.num_damaged
         values |= {"engine_id": replica.name, "attempt": attempt, "timings": timings}
-        call.outcomes.put([RolloutRecord(name, replica.name, self.version, values, refusal)])
+        return RolloutRecord(name, replica.name, self.version, values, refusal)
 
 
 def _finished(rollout: Rollout) -> FinishReason | None:

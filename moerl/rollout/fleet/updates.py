@@ -17,7 +17,7 @@ from moerl.contract.weight_update import WeightUpdate, require_open, require_who
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
 from moerl.rollout.fleet.replica import Replica
-from moerl.rollout.fleet.sender import AllSenders, LocalSender, Part, attempt
+from moerl.rollout.fleet.sender import AllSenders, Part, Sender, attempt
 from moerl.rollout.weight_difference import weight_difference
 
 
@@ -36,7 +36,7 @@ class Updates:
         is_open: an update has begun and not ended.
     """
 
-    def __init__(self, tied: Collection[str], sender: LocalSender) -> None:
+    def __init__(self, tied: Collection[str], sender: Sender) -> None:
         self.held: int | None = None
         self.is_open = False
         self._tied = tied

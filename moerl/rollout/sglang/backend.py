@@ -10,10 +10,11 @@ import msgspec
 import torch
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.fleet.backend import (
     Attempt,
+    AttemptReply,
     AttemptResult,
     ModelFacts,
     ServerLauncher,
@@ -32,7 +33,7 @@ from moerl.rollout.sglang.answers import (
     version_spans,
 )
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
-from moerl.rollout.sglang.client import AnswerBounds, answer_bounds, read_meta, request_body, server_facts
+from moerl.rollout.sglang.client import answer_bounds, read_meta, request_body, server_facts
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
 from moerl.rollout.sglang.handshake import ServerFacts, read_version
 from moerl.rollout.sglang.http import MAX_FACTS_BYTES, SGLangHttp, decoded
@@ -76,42 +77,6 @@ class SGLangConnect:
         return SGLangBackend(name, http, facts, self)
 
 
-@dataclass(frozen=True, slots=True)
-class SGLangReply:
-    """An answer to an attempt as it arrived."""
-
-    meta: dict[str, Any]
-    """Fields of `meta_info`."""
-    attempt: Attempt
-    """Attempt that is answered."""
-    bounds: AnswerBounds
-    """Bounds of what was asked for."""
-    spec: ModelSpec
-    """Spec of the trainer's model."""
-
-    @property
-    def is_aborted(self) -> bool:
-        kind = self.meta.get("finish_reason")
-        return isinstance(kind, dict) and kind.get("type") == "abort"
-
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        return {"meta_info": self.meta}
-
-    def decode(self) -> AttemptResult:
-        """Returns the result. Raises ContractError if the answer cannot be read."""
-        reason = finish_reason(self.meta)
-        if reason == FinishReason.ABORT and "compact_answer" not in self.meta:
-            return AttemptResult(reason, None)
-        answer = decode_compact(self.meta.get("compact_answer"), self.bounds.payload_bytes)
-        if num_sampled(answer) == 0:
-            return AttemptResult(reason, None)
-        request, num_before = self.attempt.request, len(self.attempt.sampled_ids)
-        segment = read_segment(request, answer, version_spans(self.meta), num_before, self.spec)
-        num_sent = len(request.prompt_ids) + num_before
-        return AttemptResult(reason, segment, num_sent, cached_tokens(self.meta, num_sent))
-
-
 class SGLangBackend(UpdateCalls):
     """A `ServerBackend`: one server, over the one client that this process has of it."""
 
@@ -124,13 +89,10 @@ class SGLangBackend(UpdateCalls):
         self._served = ServedModel(options.shapes, facts.num_ranks, options.tied)
         transfers = "gloo" if facts.device == "cpu" or options.shares_devices else "nccl"
         self._channel_address = ChannelAddress(http.endpoint, facts.num_ranks, transfers, options.update_seconds)
+        self.address: Mapping[str, Any] = msgspec.to_builtins(self._channel_address)
         self._channels: list[SGLangChannel] = []
 
-    @property
-    def address(self) -> Mapping[str, Any]:
-        return msgspec.to_builtins(self._channel_address)
-
-    async def ask(self, attempt: Attempt) -> SGLangReply:
+    async def ask(self, attempt: Attempt) -> AttemptReply:
         request, sampled_ids = attempt.request, attempt.sampled_ids
         bounds = answer_bounds(request, len(sampled_ids), self._spec)
         body = request_body(request, attempt.request_id, attempt.policy_version, sampled_ids)
@@ -140,7 +102,21 @@ class SGLangBackend(UpdateCalls):
             raise TransportError(
                 f"SGLang {PATH}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
             )
-        return SGLangReply(meta, attempt, bounds, self._spec)
+        kind = meta.get("finish_reason")
+        is_aborted = isinstance(kind, dict) and kind.get("type") == "abort"
+        return AttemptReply(is_aborted, {"meta_info": meta}, lambda: self._decode(attempt, meta, bounds.payload_bytes))
+
+    def _decode(self, attempt: Attempt, meta: Mapping[str, Any], payload_bytes: int) -> AttemptResult:
+        reason = finish_reason(meta)
+        if reason == FinishReason.ABORT and "compact_answer" not in meta:
+            return AttemptResult(reason, None)
+        answer = decode_compact(meta.get("compact_answer"), payload_bytes)
+        if num_sampled(answer) == 0:
+            return AttemptResult(reason, None)
+        request, num_before = attempt.request, len(attempt.sampled_ids)
+        segment = read_segment(request, answer, version_spans(meta), num_before, self._spec)
+        num_sent = len(request.prompt_ids) + num_before
+        return AttemptResult(reason, segment, num_sent, cached_tokens(meta, num_sent))
 
     async def abort(self, request_id: str) -> None:
         await self.http.admin("/abort_request", {"rid": request_id})
