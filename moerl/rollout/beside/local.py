@@ -11,7 +11,6 @@ from moerl.processes.channel import receive, send
 from moerl.processes.child import Child, describe_output, module_program
 from moerl.rollout.beside.messages import CloseEngine, encode
 
-PROGRAM = module_program("moerl.rollout.beside.process")
 CLOSING_SECONDS = 10.0
 
 
@@ -52,7 +51,7 @@ class LocalProcess:
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.host, self.is_here = "127.0.0.1", True
-        self._child = Child(PROGRAM, log, environment)
+        self._child = Child(module_program("moerl.rollout.beside.process"), log, environment)
 
     @property
     def pid(self) -> int:

@@ -41,10 +41,8 @@ class Rollout:
     """Place of the server that works on it; None between attempts."""
     request_id: str = ""
     """Id of the latest attempt; empty before the first."""
-    asked_at: float = 0.0
-    """Time at which the latest attempt began, in seconds of the monotonic clock."""
     epoch: int = 0
-    """Value of `RequestLoop.epoch` then."""
+    """Value of `RequestLoop.epoch` when the latest attempt began."""
     version: int = -1
     """Policy version of the servers then; -1 before the first attempt."""
     num_failed: int = 0
@@ -192,7 +190,7 @@ class RequestLoop:
         """
         request, sampled_ids = rollout.request, rollout.sampled_ids
         rollout.replica, rollout.request_id = replica, new_request_id(request.lineage.rollout_id)
-        rollout.asked_at, rollout.epoch, rollout.version = time.monotonic(), self.epoch, self.version
+        asked_at, rollout.epoch, rollout.version = time.monotonic(), self.epoch, self.version
         if sampled_ids:
             self._costs.recomputed_tokens += len(request.prompt_ids) + len(sampled_ids)
         try:
@@ -206,7 +204,7 @@ class RequestLoop:
             rollout.num_failed += 1
             if rollout.num_failed == MAX_FAILURES:
                 raise
-            self._fleet.failed(replica, error, rollout.asked_at)
+            self._fleet.failed(replica, error, asked_at)
             return None
         finally:
             rollout.replica = None

@@ -67,14 +67,33 @@ class SGLangConnect:
         http = SGLangHttp(endpoint, max_connections=options.max_running, timeout_seconds=options.probe_seconds)
         try:
             facts = await server_facts(http, self.model)
-            _check_precision(facts, options.dtype)
-            _check_release(facts, self.releases)
+            self._check(facts)
             # A server's lasting objects are no garbage: its collector would look through them at every update.
             await http.admin("/freeze_gc", {})
         except BaseException:  # cancelled, too
             await http.close()
             raise
         return SGLangBackend(name, http, facts, self)
+
+    def _check(self, facts: ServerFacts) -> None:
+        """Refuses a server of another precision than the engine's, or of another release than the first server's."""
+        dtype = self.options.dtype
+        if facts.dtype.removeprefix("torch.") != dtype:
+            raise EngineError(
+                "SGLang server: precision",
+                seen=facts.dtype,
+                expected=f"rollout.dtype = {dtype}",
+                remedy=f"moerl serve --dtype {dtype}, or set rollout.dtype",
+            )
+        if not self.releases:
+            self.releases.add(facts.version)
+        if facts.version not in self.releases:
+            raise EngineError(
+                "SGLang servers of different releases",
+                seen=facts.version,
+                expected=f"{', '.join(self.releases)}, as the first server",
+                remedy="start all servers from environments of one release",
+            )
 
 
 class SGLangBackend(UpdateCalls):
@@ -144,26 +163,3 @@ class SGLangBackend(UpdateCalls):
             await channel.abandon()
         await self._answers.close()
         await self.http.close()
-
-
-def _check_release(facts: ServerFacts, releases: set[str]) -> None:
-    """Remembers the release of the first server, and refuses servers of another one."""
-    if not releases:
-        releases.add(facts.version)
-    if facts.version not in releases:
-        raise EngineError(
-            "SGLang servers of different releases",
-            seen=facts.version,
-            expected=f"{', '.join(releases)}, as the first server",
-            remedy="start all servers from environments of one release",
-        )
-
-
-def _check_precision(facts: ServerFacts, dtype: str) -> None:
-    if facts.dtype.removeprefix("torch.") != dtype:
-        raise EngineError(
-            "SGLang server: precision",
-            seen=facts.dtype,
-            expected=f"rollout.dtype = {dtype}",
-            remedy=f"moerl serve --dtype {dtype}, or set rollout.dtype",
-        )

@@ -34,13 +34,10 @@ class OwnServer:
             try:
                 server.wait_until_ready(self._start_seconds)
                 return server.endpoint
-            except EngineError:
+            except BaseException as error:  # an interrupt, too, leaves nothing behind
                 server.stop()
-                if attempt + 1 == _NUM_STARTS or not server.lost_a_port:
+                if not isinstance(error, EngineError) or attempt + 1 == _NUM_STARTS or not server.lost_a_port:
                     raise
-            except BaseException:  # an interrupt, too, leaves nothing behind
-                server.stop()
-                raise
         raise AssertionError("the last start returns or raises")
 
     def _start(self) -> SGLangServer:

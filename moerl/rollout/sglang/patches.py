@@ -147,7 +147,7 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
         EngineError: naming the release, the stamp or the first file that is not.
     """
     _found_release(site, [patches.version], _MADE_FOR)
-    seen = _stamped(site)
+    seen = stamped(site)
     if seen != patches.fingerprint:
         raise EngineError(
             f"SGLang in {site}: " + ("other patches" if seen else "not patched"),
@@ -162,13 +162,9 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
     _require_released(site, patches.version, contents)
 
 
-def is_current(site: Path, patches: PatchSet) -> bool:
-    """Returns whether exactly these patches are stamped; `verify_patches` proves what is stamped."""
-    return _stamped(site) == patches.fingerprint
-
-
-def _stamped(site: Path) -> str | None:
-    """Returns the fingerprint of the patches that were applied; None if there are none, or the stamp says nothing."""
+def stamped(site: Path) -> str | None:
+    """Returns the fingerprint of the patches that were applied, which `verify_patches` proves; None if there are none,
+    or the stamp says nothing."""
     try:
         return str(json.loads((site / STAMP).read_text())["fingerprint"])
     except (OSError, ValueError, TypeError, KeyError):
