@@ -34,10 +34,13 @@ class OwnServer:
             try:
                 server.wait_until_ready(self._start_seconds)
                 return server.endpoint
-            except BaseException as error:  # an interrupt, too, leaves nothing behind
+            except EngineError:
                 server.stop()
-                if not isinstance(error, EngineError) or attempt + 1 == _NUM_STARTS or not server.lost_a_port:
+                if attempt + 1 == _NUM_STARTS or not server.lost_a_port:
                     raise
+            except BaseException:  # an interrupt, too, leaves nothing behind
+                server.stop()
+                raise
         raise AssertionError("the last start returns or raises")
 
     def _start(self) -> SGLangServer:
