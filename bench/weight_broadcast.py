@@ -165,8 +165,10 @@ def receive(connection: Connection) -> None:
     while True:
         match connection.recv():
             case Invitation() as told:
-                seconds, rank = told.seconds, told.first_rank
-                store = module.join_store(told.address, told.port, told.world_size, rank, told.group_name, seconds)
+                seconds, rank = told.relay_seconds, told.rank_offset
+                store = module.join_store(
+                    told.master_address, told.master_port, told.world_size, rank, told.group_name, seconds
+                )
                 group, _ = _new_process_group_helper(
                     told.world_size,
                     rank,
@@ -176,8 +178,8 @@ def receive(connection: Connection) -> None:
                     group_name=told.group_name,  # pyright: ignore[reportArgumentType]
                     timeout=timedelta(seconds=seconds),
                 )
-                route = module.route_of(rank, list(told.first_ranks), told.world_size)
-                relay = module.Relay(PacedGroup(group, link), route, told.piece_bytes, seconds)
+                route = module.route_of(rank, list(told.relay_first_ranks), told.world_size)
+                relay = module.Relay(PacedGroup(group, link), route, told.relay_piece_bytes, seconds)
                 connection.send(None)
             case int(num_bytes):
                 assert relay is not None

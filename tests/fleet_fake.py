@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,15 @@ from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, Sampling
 from moerl.errors import ContractError, EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.processes.loop_thread import LoopThread
-from moerl.rollout.fleet.backend import Attempt, AttemptResult, Bucket, KeyRefusedError, ModelFacts, TransportError
+from moerl.rollout.fleet.backend import (
+    Attempt,
+    AttemptReply,
+    AttemptResult,
+    Bucket,
+    KeyRefusedError,
+    ModelFacts,
+    TransportError,
+)
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
@@ -31,28 +38,25 @@ MODEL = ModelFacts(SPEC, (1, 3))
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True)
-class FakeReply:
-    content: AttemptResult | ContractError
-    raw: Mapping[str, Any] = field(default_factory=lambda: {"fake": b"what arrived"})
+def arrived(content: AttemptResult | ContractError) -> AttemptReply:
+    """An answer that is, or cannot be, decoded."""
 
-    @property
-    def is_aborted(self) -> bool:
-        return isinstance(self.content, AttemptResult) and self.content.reason is FinishReason.ABORT
+    def decode() -> AttemptResult:
+        if isinstance(content, ContractError):
+            raise content
+        return content
 
-    def decode(self) -> AttemptResult:
-        if isinstance(self.content, ContractError):
-            raise self.content
-        return self.content
+    is_aborted = isinstance(content, AttemptResult) and content.reason is FinishReason.ABORT
+    return AttemptReply(is_aborted, {"fake": b"what arrived"}, decode)
 
 
-def reply(attempt: Attempt, version: int, count: int | None = None) -> FakeReply:
+def reply(attempt: Attempt, version: int, count: int | None = None) -> AttemptReply:
     """A valid answer of `count` tokens, where that is given cut short. Token t is t + 1, kept with its neighbour."""
     request, num_before = attempt.request, len(attempt.sampled_ids)
     reason = FinishReason.LENGTH if count is None else FinishReason.ABORT
     count = request.max_new_tokens - num_before if count is None else count
     if count == 0:
-        return FakeReply(AttemptResult(reason, None))
+        return arrived(AttemptResult(reason, None))
     ids = np.arange(1, count + 1, dtype=np.int32)
     num_rows = len(request.prompt_ids) + num_before + count - 1 - first_row(request, num_before)
     cuts = request.sampling.cuts
@@ -65,7 +69,7 @@ def reply(attempt: Attempt, version: int, count: int | None = None) -> FakeReply
         kept_ids=np.stack([ids, ids + 1], 1).reshape(-1) if cuts else np.zeros(0, np.int32),
         expert_ids=np.tile(np.array([1, 5], np.uint8), (num_rows, 2, 1)),
     )
-    return FakeReply(AttemptResult(reason, segment))
+    return arrived(AttemptResult(reason, segment))
 
 
 class FakeServer:
@@ -92,10 +96,10 @@ class FakeServer:
         self.before: dict[str, Callable[[], None]] = {}
         self.steps: list[str] = []
         self.refusal: EngineError | None = None
-        self.answer: Callable[[Attempt], FakeReply] = self.good
+        self.answer: Callable[[Attempt], AttemptReply] = self.good
         self.endpoint = Endpoint(f"http://fake-{next(_NUMBERS)}", "key", "admin")
 
-    def good(self, attempt: Attempt) -> FakeReply:
+    def good(self, attempt: Attempt) -> AttemptReply:
         return reply(attempt, self.weight_version if self.token_version is None else self.token_version)
 
     def fail(self, step: str, error: Exception | None = None) -> None:
@@ -116,7 +120,7 @@ class FakeServer:
         self.steps.append(name)
 
 
-def hang_up(attempt: Attempt) -> FakeReply:
+def hang_up(attempt: Attempt) -> AttemptReply:
     """Instead of an answer."""
     raise TransportError("fake: the connection failed")
 
@@ -127,7 +131,7 @@ class FakeBackend:
     def __init__(self, server: FakeServer) -> None:
         self._server, self._key, self._is_closed = server, server.key, False
         self.max_request_tokens, self.first_version = 100, server.weight_version
-        self.address = {"url": server.endpoint.url}
+        self.address: Mapping[str, Any] = {"url": server.endpoint.url}
 
     def _require_key(self) -> None:
         if self._is_closed:
@@ -135,7 +139,7 @@ class FakeBackend:
         if self._key != self._server.key:
             raise KeyRefusedError("fake: the server does not know our key")
 
-    async def ask(self, attempt: Attempt) -> FakeReply:
+    async def ask(self, attempt: Attempt) -> AttemptReply:
         self._require_key()
         self._server.attempts.append(attempt)
         return await asyncio.to_thread(self._server.answer, attempt)

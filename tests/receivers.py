@@ -134,8 +134,8 @@ class _Rank:
 
         self._relay = self._group = None
         self._at("join")
-        rank, seconds = invitation.first_rank + self._offset, invitation.seconds
-        where = (invitation.address, invitation.port, invitation.world_size, rank, invitation.group_name)
+        rank, seconds = invitation.rank_offset + self._offset, invitation.relay_seconds
+        where = (invitation.master_address, invitation.master_port, invitation.world_size, rank, invitation.group_name)
         store = self._module.join_store(*where, seconds)
         self._at("store")
         try:
@@ -150,9 +150,9 @@ class _Rank:
             )
         except RuntimeError as error:
             raise RuntimeError(f"Failed to initialize custom process group: {error}") from error
-        route = self._module.route_of(rank, list(invitation.first_ranks), invitation.world_size)
+        route = self._module.route_of(rank, list(invitation.relay_first_ranks), invitation.world_size)
         self._group = _Faulty(group, self._at)
-        self._relay = self._module.Relay(self._group, route, invitation.piece_bytes, seconds)
+        self._relay = self._module.Relay(self._group, route, invitation.relay_piece_bytes, seconds)
         return ""
 
     def take(self, num_bytes: int) -> str:

@@ -11,30 +11,23 @@ from moerl.processes.channel import receive, send
 from moerl.processes.child import Child, describe_output, module_program
 from moerl.rollout.beside.messages import CloseEngine, encode
 
-PROGRAM = module_program("moerl.rollout.beside.process")
 CLOSING_SECONDS = 10.0
 
 
 class EngineProcess(Protocol):
     """The process of an engine, which dies with the controller. Messages: `moerl.rollout.beside.messages`."""
 
+    host: str
+    """Address at which senders of weights reach the process."""
+    is_here: bool
+    """True if the process, and so every sender of weights, is on this machine."""
+
     def send(self, message: bytes) -> None:
         """Sends a message, after those before it. Raises `OSError` if the process is gone."""
-        ...
 
     def receive(self) -> tuple[bytes, bytes]:
         """Returns the next message of the process, and its frame. Raises `EOFError` or `OSError` if no more will come.
         Only one thread calls it."""
-        ...
-
-    @property
-    def host(self) -> str:
-        """Address at which senders of weights reach the process."""
-        ...
-
-    @property
-    def is_here(self) -> bool:
-        """True if the process, and so every sender of weights, is on this machine."""
         ...
 
     def describe_end(self) -> str:
@@ -43,11 +36,9 @@ class EngineProcess(Protocol):
 
     def close(self) -> None:
         """Waits a while for the process, which was told to close, and ends it. A second call is harmless."""
-        ...
 
     def release(self) -> None:
         """Gives up the connection to the process, which has ended. Called when no thread is in `receive` any more."""
-        ...
 
 
 class LocalProcess:
@@ -60,7 +51,7 @@ class LocalProcess:
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.host, self.is_here = "127.0.0.1", True
-        self._child = Child(PROGRAM, log, environment)
+        self._child = Child(module_program("moerl.rollout.beside.process"), log, environment)
 
     @property
     def pid(self) -> int:

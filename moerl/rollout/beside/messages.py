@@ -11,6 +11,7 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -119,8 +120,5 @@ ToEngine = StartEngine | Generate | Abort | Update | CloseEngine
 ToController = EngineAnswer | FinishedRollouts
 
 encode = msgspec.msgpack.Encoder().encode
-_for_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_for_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
-
-
-decode_for_engine, decode_for_controller = _for_engine.decode, _for_controller.decode
+decode_for_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_for_controller: Callable[[bytes], ToController] = msgspec.msgpack.Decoder(ToController).decode

@@ -89,11 +89,9 @@ class _Served:
         self._call_of: dict[str, int] = {}
         self._updates = OpenUpdate(engine)
         receiver = BucketReceiver(self._updates.take, start.host, shares_memory=start.shares_memory)
-        numbers = list(self._engine.handshake().layer_numbers)
-        max_positions = int(model.config.max_position_embeddings)
         answer = EngineAnswer(
-            layer_numbers=numbers,
-            max_positions=max_positions,
+            layer_numbers=list(engine.handshake().layer_numbers),
+            max_positions=int(model.config.max_position_embeddings),
             description=engine.description,
             is_on_device=engine.is_on_device,
             receiver=receiver.address,

@@ -69,31 +69,23 @@ class AttemptResult:
     """Tokens of these whose keys and values were in its prefix cache."""
 
 
-class AttemptReply(Protocol):
+@dataclass(frozen=True, slots=True)
+class AttemptReply:
     """An answer to an attempt as it arrived."""
 
-    @property
-    def is_aborted(self) -> bool:
-        """True if the server broke the attempt off, or was told to."""
-        ...
-
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        """Values for the quarantine, if the answer cannot be read."""
-        ...
-
-    def decode(self) -> AttemptResult:
-        """Returns the result. Raises ContractError if the answer cannot be read."""
-        ...
+    is_aborted: bool
+    """True if the server broke the attempt off, or was told to."""
+    raw: Mapping[str, Any]
+    """Values for the quarantine, if the answer cannot be read."""
+    decode: Callable[[], AttemptResult]
+    """Function that returns the result; raises ContractError if the answer cannot be read."""
 
 
 class WeightChannel(Protocol):
     """The way of weights from this process to one server, in updates that the engine's process begins and ends."""
 
-    @property
-    def network(self) -> str:
-        """Name of the network: servers with the same one can be sent to as one `WeightGroup`."""
-        ...
+    network: str
+    """Name of the network: servers with the same one can be sent to as one `WeightGroup`."""
 
     def new_group(self) -> WeightGroup:
         """Returns a group without members, for servers of this network."""
@@ -101,11 +93,9 @@ class WeightChannel(Protocol):
 
     async def close(self) -> None:
         """Leaves a server that keeps running."""
-        ...
 
     async def abandon(self) -> None:
         """Leaves a server that is gone or hangs; what is under way fails."""
-        ...
 
 
 class WeightGroup(Protocol):
@@ -123,7 +113,6 @@ class WeightGroup(Protocol):
 
     def leave(self) -> None:
         """Ends the group: nothing more is sent. Servers keep running."""
-        ...
 
 
 class ServerBackend(Protocol):
@@ -133,20 +122,12 @@ class ServerBackend(Protocol):
     weights of the server are then unknown, and it reports no version until an update succeeds.
     """
 
-    @property
-    def max_request_tokens(self) -> int:
-        """Prompt and new tokens that one request may have together."""
-        ...
-
-    @property
-    def first_version(self) -> int:
-        """Policy version of the weights that it held when it was connected; -1 for nobody's."""
-        ...
-
-    @property
-    def address(self) -> Mapping[str, Any]:
-        """Address of the server, with all that `open_channel` in another process needs; JSON."""
-        ...
+    max_request_tokens: int
+    """Prompt and new tokens that one request may have together."""
+    first_version: int
+    """Policy version of the weights that it held when it was connected; -1 for nobody's."""
+    address: Mapping[str, Any]
+    """Address of the server, with all that `open_channel` in another process needs; JSON."""
 
     async def ask(self, attempt: Attempt) -> AttemptReply:
         """Returns the answer to an attempt. Raises TransportError if no whole answer came, KeyRefusedError, or
@@ -159,7 +140,6 @@ class ServerBackend(Protocol):
         Raises:
             EngineError: the call to the server failed.
         """
-        ...
 
     async def probe(self) -> None:
         """Has one token sampled: a server whose scheduler hangs can answer health checks all the same.
@@ -167,7 +147,6 @@ class ServerBackend(Protocol):
         Raises:
             EngineError: no token came in time.
         """
-        ...
 
     async def policy_version(self) -> int:
         """Asks for the version of the server's weights; returns -1 if they have none. Raises EngineError if it does not
@@ -177,21 +156,17 @@ class ServerBackend(Protocol):
     async def sleep(self) -> None:
         """Has the server give back the memory of its weights and prefix cache; it then holds nobody's weights. The next
         update of all weights takes the memory again. Called when the server has no request."""
-        ...
 
     async def begin_update(self) -> None:
         """Stops sampling, flushes the prefix cache, labels the weights as nobody's and opens an update; one that was
         broken off is closed first. Responses under way are computed again with the new weights, and continued behind
         what they have."""
-        ...
 
     async def end_update(self, version: int) -> None:
         """Takes the new weights into use as `version`; sampling waits for `resume`."""
-        ...
 
     async def resume(self) -> None:
         """Has the server sample again."""
-        ...
 
     async def digests(self) -> Mapping[str, int]:
         """Returns `moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name."""
@@ -207,7 +182,6 @@ class ServerBackend(Protocol):
 
     async def close(self) -> None:
         """Leaves the server; what is under way fails."""
-        ...
 
 
 Connect = Callable[[str, Endpoint], Awaitable[ServerBackend]]

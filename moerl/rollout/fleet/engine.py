@@ -31,7 +31,7 @@ from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.fleet.replica import Replica, State
 from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
-from moerl.rollout.fleet.sender import AllSenders, LocalSender, Sender
+from moerl.rollout.fleet.sender import AllSenders, Sender
 from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
@@ -76,7 +76,7 @@ class FleetEngine:
         self._loop.call(lambda: asyncio.get_running_loop().set_default_executor(workers))
         weight_set = WeightSet(options.tied, keeps_copy=options.keeps_copy)
         sender = Sender(weight_set, self._open_channel, options.bucket_bytes, together=True)
-        self._updates = Updates(options.tied, LocalSender(sender))
+        self._updates = Updates(options.tied, sender)
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()

@@ -41,10 +41,8 @@ class Rollout:
     """Place of the server that works on it; None between attempts."""
     request_id: str = ""
     """Id of the latest attempt; empty before the first."""
-    asked_at: float = 0.0
-    """Time at which the latest attempt began, in seconds of the monotonic clock."""
     epoch: int = 0
-    """Value of `RequestLoop.epoch` then."""
+    """Value of `RequestLoop.epoch` when the latest attempt began."""
     version: int = -1
     """Policy version of the servers then; -1 before the first attempt."""
     num_failed: int = 0
@@ -150,11 +148,12 @@ class RequestLoop:
             self._fleet.failed(replica, error, asked_at)
 
     async def _answer(self, call: Call, rollout: Rollout) -> None:
-        await self._finish(call, rollout)
-        del call.rollouts[rollout.request.lineage.rollout_id]
+        record = await self._finish(call, rollout)
+        del call.rollouts[record.rollout_id]
+        call.outcomes.put([record])
 
-    async def _finish(self, call: Call, rollout: Rollout) -> None:
-        """Asks until the rollout is finished, and delivers it."""
+    async def _finish(self, call: Call, rollout: Rollout) -> RolloutRecord:
+        """Asks until the rollout is finished; returns its record."""
         while True:
             reason = None
             replica = await self._fleet.admit(rollout.request.lineage, call.homes)
@@ -172,18 +171,16 @@ class RequestLoop:
                 if rollout.num_damaged == NUM_ATTEMPTS:
                     assert reply is not None
                     values = {"lineage": rollout.request.lineage, **reply.raw}
-                    self._deliver(call, rollout, replica, values, error)
-                    return
+                    return self._record(rollout, replica, values, error)
                 await backoff(rollout.num_damaged - 1)
             if reason is None and rollout.is_aborted:
                 reason = FinishReason.ABORT
             if reason is not None:
                 break
-        if rollout.segments:
-            values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
-            self._deliver(call, rollout, replica, values, None)
-        else:
-            call.outcomes.put([left_out(rollout.request.lineage.rollout_id)])
+        if not rollout.segments:
+            return left_out(rollout.request.lineage.rollout_id)
+        values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
+        return self._record(rollout, replica, values, None)
 
     async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
         """Returns the answer to one attempt; None if there is none, after a report of that to the fleet.
@@ -193,7 +190,7 @@ class RequestLoop:
         """
         request, sampled_ids = rollout.request, rollout.sampled_ids
         rollout.replica, rollout.request_id = replica, new_request_id(request.lineage.rollout_id)
-        rollout.asked_at, rollout.epoch, rollout.version = time.monotonic(), self.epoch, self.version
+        asked_at, rollout.epoch, rollout.version = time.monotonic(), self.epoch, self.version
         if sampled_ids:
             self._costs.recomputed_tokens += len(request.prompt_ids) + len(sampled_ids)
         try:
@@ -207,7 +204,7 @@ class RequestLoop:
             rollout.num_failed += 1
             if rollout.num_failed == MAX_FAILURES:
                 raise
-            self._fleet.failed(replica, error, rollout.asked_at)
+            self._fleet.failed(replica, error, asked_at)
             return None
         finally:
             rollout.replica = None
@@ -256,9 +253,9 @@ class RequestLoop:
         for at in (versions[1:] != versions[:-1]).nonzero()[0].tolist():
             self._costs.recomputed_tokens += before + at + 1
 
-    def _deliver(
-        self, call: Call, rollout: Rollout, replica: Replica, values: dict[str, Any], refusal: ContractError | None
-    ) -> None:
+    def _record(
+        self, rollout: Rollout, replica: Replica, values: dict[str, Any], refusal: ContractError | None
+    ) -> RolloutRecord:
         now, name = time.perf_counter(), rollout.request.lineage.rollout_id
         timings = {
             "waiting_seconds": rollout.admitted_at - rollout.submitted_at,
@@ -266,7 +263,7 @@ class RequestLoop:
         }
         attempt = rollout.num_failed + rollout.num_damaged
         values |= {"engine_id": replica.name, "attempt": attempt, "timings": timings}
-        call.outcomes.put([RolloutRecord(name, replica.name, self.version, values, refusal)])
+        return RolloutRecord(name, replica.name, self.version, values, refusal)
 
 
 def _finished(rollout: Rollout) -> FinishReason | None:

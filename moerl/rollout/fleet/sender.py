@@ -38,7 +38,6 @@ class AllSenders(Protocol):
 
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         """Has the buckets of this update go to these servers, whose updates are open, and to no others."""
-        ...
 
     async def take(self, version: int) -> Sequence[Part]:
         """Closes the set; returns the part of each sender."""
@@ -46,7 +45,6 @@ class AllSenders(Protocol):
 
     async def hold(self, version: int) -> None:
         """Has senders keep the set that was taken last for servers that come late."""
-        ...
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
         """Has senders send what they keep to these servers, whose updates are open; returns the part of each."""
@@ -54,12 +52,11 @@ class AllSenders(Protocol):
 
     async def close(self) -> None:
         """Leaves the servers, if senders outlive the engine."""
-        ...
 
 
 class Sender:
-    """A sender of a part of every set, or of all of it. A server that fails gets no more buckets; it comes back under
-    another key.
+    """A sender of a part of every set, or the one sender (`AllSenders`) of all of it. A server that fails gets no more
+    buckets; it comes back under another key.
 
     Args:
         weight_set: keeps the tensors of a set while it is sent.
@@ -70,7 +67,7 @@ class Sender:
 
     Attributes:
         bucket_bytes: as given.
-        weight_set: takes the buckets of the set that was begun, in any one thread, and returns them for `send`.
+        weight_set: takes the buckets of the set that was begun, in any one thread, and returns them for `send_bucket`.
     """
 
     def __init__(
@@ -102,7 +99,15 @@ class Sender:
             leaving.add_done_callback(self._leaving.discard)
         self._open(targets)
 
-    async def send(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
+    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps and sends tensors, and returns when they were sent. Raises as `WeightSet.receive`."""
+        parts = buckets(tensors, self.bucket_bytes)
+        while (bucket := await asyncio.to_thread(next, parts, None)) is not None:
+            needed = await asyncio.to_thread(self.weight_set.receive, bucket)
+            if needed:
+                await self.send_bucket(needed)
+
+    async def send_bucket(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
         """Sends a bucket of `weight_set` or of `held` to these servers, or to those of `begin` if None. `failed` names
         servers that fail."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
@@ -119,18 +124,24 @@ class Sender:
         for channels, result in zip(members.values(), results, strict=True):
             await self._leave_failed(channels, result)
 
-    def take(self, version: int) -> Collection[str]:
-        """Closes the set; returns the names of the tensors in it. Raises as `WeightSet.part`."""
+    async def take(self, version: int) -> Sequence[Part]:
+        """Closes the set. Raises as `WeightSet.part`."""
         names, self._taken = self.weight_set.part(version)
-        return names
+        return [Part(names, self._failed)]
 
-    def hold(self, version: int) -> None:
+    async def hold(self, version: int) -> None:
         """Keeps what was taken last, which is of this version, for `held`."""
         self._held, self._taken = (version, self._taken), {}
 
+    async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
+        """Sends what is kept. Raises as `held`."""
+        for bucket in await self.held(version, targets):
+            await self.send_bucket(bucket, targets)
+        return [Part(failed=self._failed)]
+
     async def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
-        """Returns what is kept, in buckets, to `send` to these servers, whose updates are open. A set that is open is
-        forgotten.
+        """Returns what is kept, in buckets, to `send_bucket` to these servers, whose updates are open. A set that is
+        open is forgotten.
 
         Raises:
             WeightSyncError: it is of another version, or no copy is kept.
@@ -199,42 +210,6 @@ class Sender:
         if not self._together and key in self._groups:
             self._groups.pop(key).leave()
         return self._channels.pop(key)
-
-
-class LocalSender:
-    """The one sender of tensors that are handed to the engine in its own process: of a model's directory, of versions
-    on disk."""
-
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
-
-    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keeps and sends tensors, and returns when they were sent. Raises as `WeightSet.receive`."""
-        parts = buckets(tensors, self._sender.bucket_bytes)
-        while (bucket := await asyncio.to_thread(next, parts, None)) is not None:
-            needed = await asyncio.to_thread(self._sender.weight_set.receive, bucket)
-            if needed:
-                await self._sender.send(needed)
-
-    def failed(self) -> dict[str, str]:
-        return self._sender.failed()
-
-    async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
-        await self._sender.begin(update, targets)
-
-    async def take(self, version: int) -> Sequence[Part]:
-        return [Part(self._sender.take(version), self._sender.failed())]
-
-    async def hold(self, version: int) -> None:
-        self._sender.hold(version)
-
-    async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
-        for bucket in await self._sender.held(version, targets):
-            await self._sender.send(bucket, targets)
-        return [Part(failed=self._sender.failed())]
-
-    async def close(self) -> None:
-        await self._sender.close()
 
 
 async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> WeightSyncError | None:

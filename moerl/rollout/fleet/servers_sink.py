@@ -50,18 +50,18 @@ class ServersSink:
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends one bucket. Servers that fail are named by `failed`. Raises as `WeightSet.receive`."""
-        self._run(self._sender.send(self._sender.weight_set.receive(tensors)))
+        self._run(self._sender.send_bucket(self._sender.weight_set.receive(tensors)))
 
     def end_update(self) -> None:
         """Closes the part. Raises as `WeightSet.part`."""
-        self._sender.take(self._version)
+        self._run(self._sender.take(self._version))
 
     def abandon_update(self) -> None:
         """Does nothing: the engine has the version before sent again."""
 
     def hold(self, version: int) -> None:
         """Keeps the set that was taken last, which is of this version, for `held`."""
-        self._sender.hold(version)
+        self._run(self._sender.hold(version))
 
     def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
         """Returns what is kept, in buckets, to `resend` to these servers. Raises as `Sender.held`."""
@@ -69,7 +69,7 @@ class ServersSink:
 
     def resend(self, bucket: Bucket, targets: Sequence[Target]) -> None:
         """Sends a bucket of `held` to these servers."""
-        self._run(self._sender.send(bucket, targets))
+        self._run(self._sender.send_bucket(bucket, targets))
 
     def failed(self) -> dict[str, str]:
         """Returns the servers that have failed since the last call, by key, and why."""

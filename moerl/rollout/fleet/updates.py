@@ -17,7 +17,7 @@ from moerl.contract.weight_update import WeightUpdate, require_open, require_who
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
 from moerl.rollout.fleet.replica import Replica
-from moerl.rollout.fleet.sender import AllSenders, LocalSender, Part, attempt
+from moerl.rollout.fleet.sender import AllSenders, Part, Sender, attempt
 from moerl.rollout.weight_difference import weight_difference
 
 
@@ -36,7 +36,7 @@ class Updates:
         is_open: an update has begun and not ended.
     """
 
-    def __init__(self, tied: Collection[str], sender: LocalSender) -> None:
+    def __init__(self, tied: Collection[str], sender: Sender) -> None:
         self.held: int | None = None
         self.is_open = False
         self._tied = tied
@@ -207,23 +207,22 @@ class Updates:
 
     async def _on_all(self, step: Callable[[ServerBackend], Awaitable[None]]) -> None:
         """Runs one step on every server that is still in the update, side by side; those that fail are out of it."""
-        servers = {key: self._server(key) for key in self._targets}
+        servers = self._servers()
         errors = await asyncio.gather(*(attempt(step, server) for server in servers.values()))
         self._drop({key: str(error) for key, error in zip(servers, errors, strict=True) if error is not None})
 
     def _reached(self) -> list[Target]:
         """Returns the servers that are still in the update, for senders."""
-        servers = {key: self._server(key) for key in self._targets}
-        return [Target(key, self._targets[key].name, dict(server.address)) for key, server in servers.items() if server]
+        servers = self._servers().items()
+        return [Target(key, self._targets[key].name, dict(server.address)) for key, server in servers if server]
 
     def _drop_failed(self, parts: Sequence[Part]) -> None:
         for part in parts:
             self._drop(part.failed)
 
-    def _server(self, key: str) -> ServerBackend | None:
-        """Returns a server of the update; None if it was lost meanwhile."""
-        replica = self._targets[key]
-        return replica.server if replica.key == key else None
+    def _servers(self) -> dict[str, ServerBackend | None]:
+        """Returns the servers of the update by key; None for one that was lost meanwhile."""
+        return {key: replica.server if replica.key == key else None for key, replica in self._targets.items()}
 
     def _drop(self, errors: Mapping[str, str]) -> None:
         """Takes servers out of the update; those that are not in it do not matter."""

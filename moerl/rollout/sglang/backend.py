@@ -10,10 +10,11 @@ import msgspec
 import torch
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.fleet.backend import (
     Attempt,
+    AttemptReply,
     AttemptResult,
     ModelFacts,
     ServerLauncher,
@@ -32,7 +33,7 @@ from moerl.rollout.sglang.answers import (
     version_spans,
 )
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
-from moerl.rollout.sglang.client import AnswerBounds, answer_bounds, read_meta, request_body, server_facts
+from moerl.rollout.sglang.client import answer_bounds, read_meta, request_body, server_facts
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
 from moerl.rollout.sglang.handshake import ServerFacts, read_version
 from moerl.rollout.sglang.http import MAX_FACTS_BYTES, SGLangHttp, decoded
@@ -66,8 +67,7 @@ class SGLangConnect:
         http = SGLangHttp(endpoint, max_connections=options.max_running, timeout_seconds=options.probe_seconds)
         try:
             facts = await server_facts(http, self.model)
-            _check_precision(facts, options.dtype)
-            _check_release(facts, self.releases)
+            self._check(facts)
             # A server's lasting objects are no garbage: its collector would look through them at every update.
             await http.admin("/freeze_gc", {})
         except BaseException:  # cancelled, too
@@ -75,41 +75,25 @@ class SGLangConnect:
             raise
         return SGLangBackend(name, http, facts, self)
 
-
-@dataclass(frozen=True, slots=True)
-class SGLangReply:
-    """An answer to an attempt as it arrived."""
-
-    meta: dict[str, Any]
-    """Fields of `meta_info`."""
-    attempt: Attempt
-    """Attempt that is answered."""
-    bounds: AnswerBounds
-    """Bounds of what was asked for."""
-    spec: ModelSpec
-    """Spec of the trainer's model."""
-
-    @property
-    def is_aborted(self) -> bool:
-        kind = self.meta.get("finish_reason")
-        return isinstance(kind, dict) and kind.get("type") == "abort"
-
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        return {"meta_info": self.meta}
-
-    def decode(self) -> AttemptResult:
-        """Returns the result. Raises ContractError if the answer cannot be read."""
-        reason = finish_reason(self.meta)
-        if reason == FinishReason.ABORT and "compact_answer" not in self.meta:
-            return AttemptResult(reason, None)
-        answer = decode_compact(self.meta.get("compact_answer"), self.bounds.payload_bytes)
-        if num_sampled(answer) == 0:
-            return AttemptResult(reason, None)
-        request, num_before = self.attempt.request, len(self.attempt.sampled_ids)
-        segment = read_segment(request, answer, version_spans(self.meta), num_before, self.spec)
-        num_sent = len(request.prompt_ids) + num_before
-        return AttemptResult(reason, segment, num_sent, cached_tokens(self.meta, num_sent))
+    def _check(self, facts: ServerFacts) -> None:
+        """Refuses a server of another precision than the engine's, or of another release than the first server's."""
+        dtype = self.options.dtype
+        if facts.dtype.removeprefix("torch.") != dtype:
+            raise EngineError(
+                "SGLang server: precision",
+                seen=facts.dtype,
+                expected=f"rollout.dtype = {dtype}",
+                remedy=f"moerl serve --dtype {dtype}, or set rollout.dtype",
+            )
+        if not self.releases:
+            self.releases.add(facts.version)
+        if facts.version not in self.releases:
+            raise EngineError(
+                "SGLang servers of different releases",
+                seen=facts.version,
+                expected=f"{', '.join(self.releases)}, as the first server",
+                remedy="start all servers from environments of one release",
+            )
 
 
 class SGLangBackend(UpdateCalls):
@@ -124,13 +108,10 @@ class SGLangBackend(UpdateCalls):
         self._served = ServedModel(options.shapes, facts.num_ranks, options.tied)
         transfers = "gloo" if facts.device == "cpu" or options.shares_devices else "nccl"
         self._channel_address = ChannelAddress(http.endpoint, facts.num_ranks, transfers, options.update_seconds)
+        self.address: Mapping[str, Any] = msgspec.to_builtins(self._channel_address)
         self._channels: list[SGLangChannel] = []
 
-    @property
-    def address(self) -> Mapping[str, Any]:
-        return msgspec.to_builtins(self._channel_address)
-
-    async def ask(self, attempt: Attempt) -> SGLangReply:
+    async def ask(self, attempt: Attempt) -> AttemptReply:
         request, sampled_ids = attempt.request, attempt.sampled_ids
         bounds = answer_bounds(request, len(sampled_ids), self._spec)
         body = request_body(request, attempt.request_id, attempt.policy_version, sampled_ids)
@@ -140,7 +121,21 @@ class SGLangBackend(UpdateCalls):
             raise TransportError(
                 f"SGLang {PATH}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
             )
-        return SGLangReply(meta, attempt, bounds, self._spec)
+        kind = meta.get("finish_reason")
+        is_aborted = isinstance(kind, dict) and kind.get("type") == "abort"
+        return AttemptReply(is_aborted, {"meta_info": meta}, lambda: self._decode(attempt, meta, bounds.payload_bytes))
+
+    def _decode(self, attempt: Attempt, meta: Mapping[str, Any], payload_bytes: int) -> AttemptResult:
+        reason = finish_reason(meta)
+        if reason == FinishReason.ABORT and "compact_answer" not in meta:
+            return AttemptResult(reason, None)
+        answer = decode_compact(meta.get("compact_answer"), payload_bytes)
+        if num_sampled(answer) == 0:
+            return AttemptResult(reason, None)
+        request, num_before = attempt.request, len(attempt.sampled_ids)
+        segment = read_segment(request, answer, version_spans(meta), num_before, self._spec)
+        num_sent = len(request.prompt_ids) + num_before
+        return AttemptResult(reason, segment, num_sent, cached_tokens(meta, num_sent))
 
     async def abort(self, request_id: str) -> None:
         await self.http.admin("/abort_request", {"rid": request_id})
@@ -168,26 +163,3 @@ class SGLangBackend(UpdateCalls):
             await channel.abandon()
         await self._answers.close()
         await self.http.close()
-
-
-def _check_release(facts: ServerFacts, releases: set[str]) -> None:
-    """Remembers the release of the first server, and refuses servers of another one."""
-    if not releases:
-        releases.add(facts.version)
-    if facts.version not in releases:
-        raise EngineError(
-            "SGLang servers of different releases",
-            seen=facts.version,
-            expected=f"{', '.join(releases)}, as the first server",
-            remedy="start all servers from environments of one release",
-        )
-
-
-def _check_precision(facts: ServerFacts, dtype: str) -> None:
-    if facts.dtype.removeprefix("torch.") != dtype:
-        raise EngineError(
-            "SGLang server: precision",
-            seen=facts.dtype,
-            expected=f"rollout.dtype = {dtype}",
-            remedy=f"moerl serve --dtype {dtype}, or set rollout.dtype",
-        )

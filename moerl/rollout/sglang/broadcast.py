@@ -20,7 +20,7 @@ from torch import Tensor
 from moerl.errors import WeightSyncError
 from moerl.processes.loop_thread import in_thread
 from moerl.rollout.sglang.invitation import Invitation
-from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flat_view, flattened
+from moerl.rollout.sglang.sender_group import LOST_RANK, GroupOptions, SenderGroup, flat_view, flattened
 
 _REST_SHARE = 1.25
 """Time limits of a piece that the sender waits for other calls once one has failed; receivers give up within one."""
@@ -30,24 +30,18 @@ _NO_GROUP = "Failed to initialize custom process group"
 
 
 class Receiver(Protocol):
-    """A server as the sender reaches it. Methods raise `WeightSyncError`.
+    """A server as the sender reaches it. Methods raise `WeightSyncError`."""
 
-    name: for messages. num_ranks: in a group.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_ranks(self) -> int: ...
+    name: str
+    """Name for messages."""
+    num_ranks: int
+    """Ranks that it has in a group."""
 
     async def join(self, invitation: Invitation) -> None:
         """Joins a group, and leaves the one before."""
-        ...
 
     async def take(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
         """Receives a bucket in the group that it joined last, and loads it. number: of the bucket, for messages."""
-        ...
 
 
 class Broadcast:
@@ -171,14 +165,14 @@ def to_blame(outcomes: Sequence[Exception | None], owner: Callable[[int], int]) 
         outcomes: of the sender, then of each receiver; None for success.
         owner: returns the receiver of a rank, -1 for the sender.
     """
-    losses = {i: lost for i, outcome in enumerate(outcomes) if (lost := LostRank.read(str(outcome))) is not None}
+    losses = {i: lost for i, outcome in enumerate(outcomes) if (lost := LOST_RANK.search(str(outcome)))}
     out = [i - 1 for i, outcome in enumerate(outcomes) if i > 0 and outcome is not None and i not in losses]
     if not losses and outcomes[0] is None:
         return out, True
     if out or not losses:
         return out or list(range(len(outcomes) - 1)), False
-    reporter = min(losses, key=lambda i: (not losses[i].is_late, i))
-    named = owner(losses[reporter].rank)
+    reporter = min(losses, key=lambda i: (losses[i]["state"] != "late", i))
+    named = owner(int(losses[reporter]["rank"]))
     if named < 0 or outcomes[named + 1] is None:  # whoever has the whole bucket is not late
         named = reporter - 1
     return [max(named, 0)], False

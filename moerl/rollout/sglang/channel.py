@@ -7,7 +7,7 @@ over gloo (CPU) or NCCL (GPU). `Broadcast` forms the group and sends; here are t
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from urllib.parse import urlparse
 
 import msgspec
@@ -63,11 +63,8 @@ class SGLangChannel:
         self._own_address = own_address(url.hostname or "", url.port or 80)
         self._group_name = ""
         self.name, self.num_ranks = calls.name, address.num_ranks
-
-    @property
-    def network(self) -> str:
-        """Name of backend and own address: servers that reach this process at one address reach one another."""
-        return f"{self._address.backend} {self._own_address}"
+        # Servers that reach this process at one address reach one another.
+        self.network = f"{address.backend} {self._own_address}"
 
     def new_group(self) -> Broadcast:
         address = self._address
@@ -77,18 +74,7 @@ class SGLangChannel:
         """Has the server's ranks join a group, and leave the one before."""
         await self._leave_group()
         self._group_name = invitation.group_name
-        body = {
-            "master_address": invitation.address,
-            "master_port": invitation.port,
-            "rank_offset": invitation.first_rank,
-            "world_size": invitation.world_size,
-            "group_name": invitation.group_name,
-            "backend": invitation.backend,
-            "relay_seconds": invitation.seconds,
-            "relay_first_ranks": list(invitation.first_ranks),
-            "relay_piece_bytes": invitation.piece_bytes,
-        }
-        await self._calls.post("join", "/init_weights_update_group", body)
+        await self._calls.post("join", "/init_weights_update_group", asdict(invitation))
 
     async def take(self, bucket: Bucket, number: int) -> None:
         """Has the server receive a bucket from the group that it joined last, and load it."""

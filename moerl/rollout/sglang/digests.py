@@ -70,8 +70,7 @@ async def weight_digests(http: SGLangHttp, model: ServedModel, seconds: float) -
     """
     ranks = await ask_ranks(http, "held", seconds, max_answer_bytes(model))
     parts = await asyncio.to_thread(read_parts, ranks, model)
-    sums = {name: add_checksums(part.checksum for part in mine) for name, mine in parts.items()}
-    return sums | {name: sums[owner] for name, owner in model.tied.items()}
+    return {name: add_checksums(part.checksum for part in mine) for name, mine in parts.items()}
 
 
 async def weight_dtypes(http: SGLangHttp, model: ServedModel, seconds: float) -> dict[str, str]:
@@ -82,8 +81,7 @@ async def weight_dtypes(http: SGLangHttp, model: ServedModel, seconds: float) ->
         WeightSyncError: as `weight_digests`.
     """
     ranks = await ask_ranks(http, "held_layout", seconds, max_answer_bytes(model))
-    dtypes = {name: mine[0].dtype for name, mine in read_parts(ranks, model).items()}
-    return dtypes | {name: dtypes[owner] for name, owner in model.tied.items()}
+    return {name: mine[0].dtype for name, mine in read_parts(ranks, model).items()}
 
 
 def max_answer_bytes(model: ServedModel) -> int:
@@ -116,7 +114,7 @@ async def ask_ranks(http: SGLangHttp, action: str, seconds: float, max_bytes: in
 
 
 def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[str, list[_Part]]:
-    """Returns the parts that make up every tensor, each once.
+    """Returns the parts that make up every tensor, each once; those of a tied tensor are its owner's.
 
     Raises:
         WeightSyncError: as `weight_digests`.
@@ -140,7 +138,7 @@ def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[s
     missing = [_coverage(name, whole[name]) for name, shape in model.shapes.items() if not _covers(whole[name], shape)]
     if missing:
         raise _refusal("tensors that are not held whole", _listed(missing), "every element of every tensor once")
-    return whole
+    return whole | {name: whole[owner] for name, owner in model.tied.items()}
 
 
 def _parse(name: str, rank: int, record: str) -> Iterable[_Part]:

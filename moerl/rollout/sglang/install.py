@@ -21,9 +21,9 @@ from moerl.processes.host import run_command
 from moerl.rollout.sglang.patches import (
     DEFAULT_RELEASE,
     apply_patches,
-    is_current,
     read_patches,
     release_folder,
+    stamped,
     verify_patches,
 )
 
@@ -67,10 +67,14 @@ def install(environment: Path, device: str, python: str | None = None, version: 
         raise EngineError("SGLang environment: device", seen=device, expected=f"one of {', '.join(DEVICES)}")
     patches = read_patches(version)
     if _is_complete(environment, device, version):
-        if is_current(site_packages(environment), patches):
-            verify_patches(site_packages(environment), patches)
+        site = site_packages(environment)
+        if stamped(site) == patches.fingerprint:
+            verify_patches(site, patches)
             return False
-        _remove_release(environment)
+        # So that the release is installed and patched afresh.
+        _marker(environment).unlink()
+        for folder in (*site.glob("sglang-*.dist-info"), site / "sglang"):
+            shutil.rmtree(folder, ignore_errors=True)
     interpreter = find_python(python, version)
     if not (environment / "bin" / "python").exists():
         _run([interpreter, "-m", "venv", "--without-pip", str(environment.absolute())], "make the environment")
@@ -89,14 +93,6 @@ def install(environment: Path, device: str, python: str | None = None, version: 
     _run([str(python_of(environment)), "-W", "ignore", *compiling], "compile " + ", ".join(_COMPILED))
     _marker(environment).write_text(json.dumps({"sglang": version, "device": device}) + "\n")
     return True
-
-
-def _remove_release(environment: Path) -> None:
-    """Removes a release with the patches of another version of moerl, so that it is installed and patched afresh."""
-    _marker(environment).unlink()
-    site = site_packages(environment)
-    for folder in (*site.glob("sglang-*.dist-info"), site / "sglang"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def python_of(environment: Path) -> Path:
@@ -247,18 +243,15 @@ def _read_marker(environment: Path) -> dict[str, str] | None:
 
 
 def _is_complete(environment: Path, device: str, version: str) -> bool:
-    seen = _read_marker(environment)
-    if seen is None:
-        return False
-    expected = {"sglang": version, "device": device}
-    if seen != expected:
+    seen, expected = _read_marker(environment), {"sglang": version, "device": device}
+    if seen is not None and seen != expected:
         raise EngineError(
             f"SGLang environment {environment}: made for something else",
             seen=seen,
             expected=expected,
             remedy=f"choose another folder with --env DIR, or --version {seen['sglang']} --device {seen['device']}",
         )
-    return True
+    return seen is not None
 
 
 def _run(command: Sequence[str], purpose: str, *, is_spared: bool = False) -> str:

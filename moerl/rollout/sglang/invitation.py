@@ -10,11 +10,12 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Invitation of one server into a group of a sender, which is rank 0 there, and servers."""
+    """Invitation of one server into a group of a sender, which is rank 0 there, and servers: the body of the call that
+    has the server join."""
 
-    address: str
+    master_address: str
     """Address of the sender, at which it listens."""
-    port: int
+    master_port: int
     """Port at which it listens."""
     group_name: str
     """Name of the group, used once."""
@@ -22,11 +23,11 @@ class Invitation:
     """gloo or nccl."""
     world_size: int
     """Ranks of the group, the sender's included."""
-    first_rank: int
+    rank_offset: int
     """First rank of this server; its other ranks follow."""
-    first_ranks: tuple[int, ...]
+    relay_first_ranks: tuple[int, ...]
     """First ranks of all servers, in their order in the chain."""
-    piece_bytes: int
+    relay_piece_bytes: int
     """Bytes of a piece of a bucket; the last one may be shorter."""
-    seconds: float
+    relay_seconds: float
     """Seconds for joining, and for every piece."""

@@ -76,13 +76,13 @@ class NamedServer:
     def open(self) -> Endpoint:
         deadline = time.monotonic() + self._start_seconds
         while True:
-            endpoint, problem = self._look()
-            if endpoint is not None:
+            endpoint = read_endpoint(self._file) if self._file.exists() else None
+            if endpoint is not None and answers_health(endpoint):
                 return endpoint
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the SGLang server of {self._file}",
-                    seen=problem,
+                    seen="no such file" if endpoint is None else f"no answer from {endpoint.url}",
                     expected=f"a server that serves within {self._start_seconds} s",
                     remedy="start it with `moerl serve`; its log is next to the file",
                 )
@@ -92,10 +92,3 @@ class NamedServer:
     def close(self) -> None:
         """Ends the waiting of `open`; the server is not ours to stop."""
         self._closed.set()
-
-    def _look(self) -> tuple[Endpoint | None, str]:
-        """Returns the server's address if it serves, or why it does not."""
-        if not self._file.exists():
-            return None, "no such file"
-        endpoint = read_endpoint(self._file)
-        return (endpoint, "") if answers_health(endpoint) else (None, f"no answer from {endpoint.url}")

@@ -27,6 +27,7 @@ DEFAULT_RELEASE = "0.5.21"
 STAMP = "sglang/patches.json"
 """In site-packages: what was applied. The server reports the fingerprint in it."""
 
+_MADE_FOR = "which the patches were made for"
 _FRESH = "install into a fresh folder: moerl sglang install --env DIR"
 
 
@@ -36,8 +37,6 @@ class Patch:
 
     name: str
     """Name of the file without `.patch`."""
-    text: str
-    """Unified diff."""
     files: tuple[FilePatch, ...]
     """Changes of the diff, in order."""
 
@@ -89,25 +88,23 @@ def read_patches(version: str = DEFAULT_RELEASE, folder: Path | None = None) -> 
     for path in sorted(folder.glob("[0-9]*.patch")):
         text = path.read_text()
         digest.update(f"\0{path.stem}\0{text}".encode())
-        patches.append(Patch(path.stem, text, parse_diff(text, path.stem)))
+        patches.append(Patch(path.stem, parse_diff(text, path.stem)))
     if not patches:
         raise EngineError("SGLang patches: none found", seen=folder, expected="numbered .patch files")
     return PatchSet(version, tuple(patches), digest.hexdigest())
 
 
-def apply_patches(site: Path, patches: PatchSet) -> bool:
-    """Applies all patches to the package in `site`, and stamps it. Nothing is written unless all of them fit.
-
-    Returns:
-        False if exactly these patches were there already.
+def apply_patches(site: Path, patches: PatchSet) -> None:
+    """Applies all patches to the package in `site`, and stamps it. Nothing is written unless all of them fit, or if
+    exactly these patches are there already.
 
     Raises:
         EngineError: another release, other patches, or a file that is not as released.
     """
-    require_release(site, patches.version)
+    _found_release(site, [patches.version], _MADE_FOR)
     if (site / STAMP).is_file():
         verify_patches(site, patches)
-        return False
+        return
     contents = {path: _read(site / path) for path in patches.paths}
     _require_released(site, patches.version, contents)
     for patch in patches.patches:
@@ -127,7 +124,6 @@ def apply_patches(site: Path, patches: PatchSet) -> bool:
     with atomic_file(site / STAMP) as temporary:
         temporary.write_text(json.dumps(stamp, indent=2) + "\n")
         temporary.chmod(0o644)
-    return True
 
 
 def verify_installation(site: Path) -> PatchSet:
@@ -139,11 +135,7 @@ def verify_installation(site: Path) -> PatchSet:
     Raises:
         EngineError: another release, or none; otherwise as `verify_patches`.
     """
-    found = _found(site)
-    if len(found) != 1 or found[0] not in releases():
-        expected = f"sglang {' or '.join(releases())}, which there are patches for"
-        raise _other_release(site, found, expected)
-    patches = read_patches(found[0])
+    patches = read_patches(_found_release(site, releases(), "which there are patches for"))
     verify_patches(site, patches)
     return patches
 
@@ -154,8 +146,8 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
     Raises:
         EngineError: naming the release, the stamp or the first file that is not.
     """
-    require_release(site, patches.version)
-    seen = _stamped(site)
+    _found_release(site, [patches.version], _MADE_FOR)
+    seen = stamped(site)
     if seen != patches.fingerprint:
         raise EngineError(
             f"SGLang in {site}: " + ("other patches" if seen else "not patched"),
@@ -170,34 +162,22 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
     _require_released(site, patches.version, contents)
 
 
-def is_current(site: Path, patches: PatchSet) -> bool:
-    """Returns whether exactly these patches are stamped; `verify_patches` proves what is stamped."""
-    return _stamped(site) == patches.fingerprint
-
-
-def _stamped(site: Path) -> str | None:
-    """Returns the fingerprint of the patches that were applied; None if there are none, or the stamp says nothing."""
+def stamped(site: Path) -> str | None:
+    """Returns the fingerprint of the patches that were applied, which `verify_patches` proves; None if there are none,
+    or the stamp says nothing."""
     try:
         return str(json.loads((site / STAMP).read_text())["fingerprint"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def require_release(site: Path, version: str) -> None:
-    """Raises EngineError if `site` has another release of SGLang, or none."""
-    found = _found(site)
-    if found != [version]:
-        raise _other_release(site, found, f"sglang {version}, which the patches were made for")
-
-
-def _found(site: Path) -> list[str]:
-    """Returns the releases of SGLang in `site`."""
-    return sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
-
-
-def _other_release(site: Path, found: Sequence[str], expected: str) -> EngineError:
-    seen = ", ".join(found) or "not installed"
-    return EngineError(f"SGLang in {site}", seen=seen, expected=expected, remedy=_FRESH)
+def _found_release(site: Path, versions: Sequence[str], why: str) -> str:
+    """Returns the release of SGLang in `site`. Raises EngineError if it is none of `versions`, for the reason `why`."""
+    found = sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
+    if len(found) != 1 or found[0] not in versions:
+        seen, expected = ", ".join(found) or "not installed", f"sglang {' or '.join(versions)}, {why}"
+        raise EngineError(f"SGLang in {site}", seen=seen, expected=expected, remedy=_FRESH)
+    return found[0]
 
 
 def _require_released(site: Path, version: str, contents: Mapping[str, str | None]) -> None:

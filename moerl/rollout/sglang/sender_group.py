@@ -33,7 +33,8 @@ from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 _POLL_SECONDS = 5e-4
 _PIECES_SHARE = 0.25
 """Share of a bucket's time limit that one piece may take, and that forming a group may take."""
-_LOST = re.compile(r"weight relay: rank (\d+) is (late|gone)")
+LOST_RANK = re.compile(r"weight relay: rank (?P<rank>\d+) is (?P<state>late|gone)")
+"""In an error of the sender or of a receiver: a rank that it waited for in vain was late, or its connection closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +54,6 @@ class GroupOptions:
     def piece_seconds(self) -> float:
         """Seconds that a piece (NCCL: a bucket) may take, and making the group."""
         return self.seconds * _PIECES_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class LostRank:
-    """A rank that another one waited for in vain."""
-
-    rank: int
-    """Rank in the group."""
-    is_late: bool
-    """True if it was late, False if its connection was closed."""
-
-    @classmethod
-    def read(cls, text: str) -> LostRank | None:
-        """Reads an error of the sender or of a receiver; returns None if it says something else."""
-        found = _LOST.search(text)
-        return None if found is None else cls(int(found[1]), found[2] == "late")
 
 
 class SenderGroup:
@@ -96,15 +81,15 @@ class SenderGroup:
         self._store = PrefixStore(self._name, self._server)
         self.invitations = tuple(
             Invitation(
-                address,
-                port,
-                self._name,
-                options.backend,
-                world_size,
-                first,
-                tuple(firsts),
-                PIECE_BYTES,
-                options.piece_seconds,
+                master_address=address,
+                master_port=port,
+                group_name=self._name,
+                backend=options.backend,
+                world_size=world_size,
+                rank_offset=first,
+                relay_first_ranks=tuple(firsts),
+                relay_piece_bytes=PIECE_BYTES,
+                relay_seconds=options.piece_seconds,
             )
             for first in firsts
         )
@@ -125,12 +110,12 @@ class SenderGroup:
 
     def has_come(self, receiver: int) -> bool:
         """Returns whether all ranks of a receiver have found our store."""
-        first, end = self._ranks(receiver)
-        return self._store.check([f"joined/{rank}" for rank in range(first, end)])
+        bounds = [*self.invitations[0].relay_first_ranks, self._world_size]
+        return self._store.check([f"joined/{rank}" for rank in range(bounds[receiver], bounds[receiver + 1])])
 
     def owner(self, rank: int) -> int:
         """Returns the receiver that a rank is of; -1 for the sender's."""
-        return sum(invitation.first_rank <= rank for invitation in self.invitations) - 1
+        return sum(invitation.rank_offset <= rank for invitation in self.invitations) - 1
 
     async def push(self, flat: Tensor) -> None:
         """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError if that fails; the group is then of no
@@ -175,10 +160,6 @@ class SenderGroup:
                 raise RuntimeError(f"weight relay: rank 1 is late: no broadcast for {self._options.piece_seconds:g} s")
             time.sleep(_POLL_SECONDS)
         work.wait()
-
-    def _ranks(self, receiver: int) -> tuple[int, int]:
-        firsts = [invitation.first_rank for invitation in self.invitations]
-        return firsts[receiver], [*firsts, self._world_size][receiver + 1]
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:

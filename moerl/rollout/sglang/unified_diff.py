@@ -28,9 +28,6 @@ class Hunk:
     new: tuple[str, ...]
     """Lines after, context included."""
 
-    def reversed(self) -> Hunk:
-        return Hunk(self.new_start, self.old_start, self.new, self.old)
-
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
@@ -128,7 +125,8 @@ def revert_patch(content: str | None, patch: FilePatch, name: str) -> str | None
         if content != after:
             raise _refusal(name, patch.path, 0, "other content", "the file that the patch creates")
         return None
-    back = FilePatch(patch.path, tuple(hunk.reversed() for hunk in patch.hunks), creates=False)
+    hunks = tuple(Hunk(hunk.new_start, hunk.old_start, hunk.new, hunk.old) for hunk in patch.hunks)
+    back = FilePatch(patch.path, hunks, creates=False)
     return apply_patch(content, back, name)
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from fleet_fake import FakeReply, make_requests
+from fleet_fake import make_requests
 from waiting import eventually
 
 from moerl.contract.fields import Lineage
-from moerl.rollout.fleet.backend import Attempt
+from moerl.rollout.fleet.backend import Attempt, AttemptReply
 from moerl.rollout.fleet.dispatch import Homes, choose_server
 
 
@@ -51,7 +51,7 @@ def test_the_first_turn_of_a_session_goes_where_its_group_was():
 def test_a_session_stays_on_its_server_while_other_streams_come_and_go(servers, engine_on):
     engine, release = engine_on(servers[0], servers[1], max_running=8), threading.Event()
 
-    def wait(attempt: Attempt) -> FakeReply:
+    def wait(attempt: Attempt) -> AttemptReply:
         assert release.wait(60.0)
         return servers[0].good(attempt)
 

@@ -7,12 +7,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests
+from fleet_fake import FakeLauncher, FakeServer, hang_up, make_requests
 from waiting import eventually
 
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError
-from moerl.rollout.fleet.backend import Attempt
+from moerl.rollout.fleet.backend import Attempt, AttemptReply
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.fleet import MAX_LOSSES
 from moerl.rollout.fleet.replica import StaleServerError
@@ -30,7 +30,7 @@ def answers(engine: FleetEngine, count: int) -> dict[str, Trajectory]:
 def dies_after(server: FakeServer, count: int) -> None:
     """The server answers `count` requests and hangs up on all others, probes too."""
 
-    def answer(attempt: Attempt) -> FakeReply:
+    def answer(attempt: Attempt) -> AttemptReply:
         if len(server.attempts) <= count:
             return server.good(attempt)
         server.answers_probes = False
@@ -42,7 +42,7 @@ def dies_after(server: FakeServer, count: int) -> None:
 def hangs_after(server: FakeServer, count: int, release: threading.Event) -> None:
     """The server answers `count` requests and is silent on all others, but for probes where it answers them."""
 
-    def answer(attempt: Attempt) -> FakeReply:
+    def answer(attempt: Attempt) -> AttemptReply:
         if len(server.attempts) > count:
             release.wait(30.0)
         return server.good(attempt)
@@ -148,7 +148,7 @@ def test_nothing_is_sampled_before_the_first_weights(servers, engine_on):
 def test_an_aborted_rollout_is_not_asked_of_the_next_server(servers, engine_on):
     engine = engine_on(FakeLauncher(*servers))
 
-    def abort_and_die(attempt: Attempt) -> FakeReply:
+    def abort_and_die(attempt: Attempt) -> AttemptReply:
         for call in engine._calls.values():
             call.rollouts["r0"].is_aborted = True
         servers[0].answers_probes = False

@@ -81,8 +81,8 @@ def test_servers_of_one_network_are_sent_to_together(made: Made):
     async def update() -> None:
         sender = made.sender()
         await sender.begin(full(0, {}), targets(a="x", b="x", c="y"))
-        await sender.send(BUCKET)
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
+        await sender.send_bucket(BUCKET)
         await sender.close()
 
     run(update())
@@ -95,9 +95,9 @@ def test_each_is_sent_to_alone_where_other_senders_send_to_it_too(made: Made):
     async def update() -> None:
         sender = made.sender(together=False)
         await sender.begin(full(0, {}), targets(a="x", b="x"))
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
         await sender.begin(full(0, {}), targets(b="x"))
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
         await sender.close()
 
     run(update())
@@ -111,9 +111,9 @@ def test_a_server_that_fails_is_left_and_named_and_gets_no_more(made: Made):
     async def update() -> None:
         sender = made.sender()
         await sender.begin(full(0, {}), targets(a="x", b="x"))
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
         assert sender.failed().keys() == {"a"}
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
         assert sender.failed() == {}
 
     run(update())
@@ -128,7 +128,7 @@ def test_servers_that_no_group_can_be_made_with_have_failed(error: Exception, ma
     async def update() -> None:
         sender = made.sender()
         await sender.begin(full(0, {}), targets(a="x"))
-        await sender.send(BUCKET)
+        await sender.send_bucket(BUCKET)
         assert str(error) in sender.failed()["a"]
 
     run(update())

@@ -11,13 +11,13 @@ from typing import Any
 import full_updates
 import pytest
 import torch
-from fleet_fake import FakeLauncher, FakeReply, FakeServer, fall_asleep_behind_a_call, hang_up, make_requests, reply
+from fleet_fake import FakeLauncher, FakeServer, fall_asleep_behind_a_call, hang_up, make_requests, reply
 from waiting import eventually
 
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import WeightSyncError
-from moerl.rollout.fleet.backend import Attempt
+from moerl.rollout.fleet.backend import Attempt, AttemptReply
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import Interrupt
 
@@ -206,7 +206,7 @@ def sampling(
     """A call of one rollout that the server works on until it is released, or told to abort it."""
     release, records = threading.Event(), []
 
-    def answer(attempt: Attempt) -> FakeReply:
+    def answer(attempt: Attempt) -> AttemptReply:
         version = server.weight_version
         while not release.wait(0.01):
             if tokens_when_aborted is not None and attempt.request_id in server.aborted:
@@ -233,7 +233,7 @@ def test_a_server_that_dies_while_responses_are_cut_short_does_not_hold_up_the_u
     )
     send(engine, 3)
 
-    def die(attempt: Attempt) -> FakeReply:
+    def die(attempt: Attempt) -> AttemptReply:
         hang.wait(20.0)
         return hang_up(attempt)
 
@@ -316,7 +316,7 @@ def test_without_a_copy_no_tensor_is_kept_and_a_lost_server_is_given_up(servers,
     send(engine, 3)
     send(engine, 4, 1.0)
     assert value(servers[0]) == 1.0
-    assert set(engine._updates._local._sender._held[1].values()) == {None}
+    assert set(engine._updates._local._held[1].values()) == {None}
     servers[0].key = "another"
     with pytest.raises(WeightSyncError, match="no copy of the weights"):
         list(engine.generate(make_requests(1)))
