@@ -108,7 +108,6 @@ class RolloutEngine(Protocol):
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named requests (all when None) with what they have; reason `abort`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -126,11 +125,9 @@ class RolloutStream(Protocol):
         Raises:
             EngineError: a request is refused, or the engine has no weights.
         """
-        ...
 
     def end(self) -> None:
         """Says, from any thread, that no more requests will come: the iterator ends behind the last record."""
-        ...
 
     def __iter__(self) -> Iterator[list[RolloutRecord]]:
         """Yields the records that have come since the last time; may be none."""
@@ -138,7 +135,6 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Gives up the requests that are not answered. Called by the thread that iterates."""
-        ...
 
 
 @runtime_checkable
@@ -159,22 +155,18 @@ class WeightSink(Protocol):
     def begin_update(self, update: WeightUpdate) -> None:
         """Opens an update, and forgets one that was never ended. An engine that does not hold the tensors which the
         update's kind demands raises `WeightSyncError`, here or at the first of the calls below."""
-        ...
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Takes in one bucket. The sender overwrites its tensors after the call returns. Raises `WeightSyncError` for a
         tensor that the update does not list, or that came before."""
-        ...
 
     def end_update(self) -> None:
         """Puts the new version into use. Raises `WeightSyncError` if a tensor of the update's list is missing; the old
         version stays then."""
-        ...
 
     def abandon_update(self) -> None:
         """Forgets what was received, in place of `end_update`; the old version stays. Does nothing without an
         update."""
-        ...
 
 
 Taken = Callable[[Exception | None], None]
@@ -212,7 +204,6 @@ class CheckedSink(WeightSink, Protocol):
         Raises:
             WeightSyncError: names the tensors that differ, if nothing is left that serves.
         """
-        ...
 
 
 @runtime_checkable
@@ -222,7 +213,6 @@ class Sleeper(Protocol):
     def sleep(self) -> None:
         """Gives the engine's memory to the trainer until the next update of all weights; nothing is sampled until
         then."""
-        ...
 
 
 class PolicyEngine(StreamingEngine, CheckedSink, Protocol):
@@ -345,7 +335,6 @@ class ChatTask(Task, Protocol):
         Raises:
             ConfigError: as `write` does, with the place of the prompt.
         """
-        ...
 
 
 @runtime_checkable

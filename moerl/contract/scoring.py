@@ -19,7 +19,6 @@ class TokenScorer(Protocol):
 
     def start(self) -> None:
         """Waits until the scorer can score. Raises `ScoreError` if it never will."""
-        ...
 
     def submit(self, trajectory: Trajectory) -> Future[NDArray[np.float32]]:
         """Asks for the scores of a trajectory; returns at once.
@@ -31,4 +30,3 @@ class TokenScorer(Protocol):
 
     def close(self) -> None:
         """Ends the scorer's threads and processes; futures that are not done raise. A second call does nothing."""
-        ...

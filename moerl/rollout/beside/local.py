@@ -20,7 +20,6 @@ class EngineProcess(Protocol):
 
     def send(self, message: bytes) -> None:
         """Sends a message, after those before it. Raises `OSError` if the process is gone."""
-        ...
 
     def receive(self) -> tuple[bytes, bytes]:
         """Returns the next message of the process, and its frame. Raises `EOFError` or `OSError` if no more will come.
@@ -43,11 +42,9 @@ class EngineProcess(Protocol):
 
     def close(self) -> None:
         """Waits a while for the process, which was told to close, and ends it. A second call is harmless."""
-        ...
 
     def release(self) -> None:
         """Gives up the connection to the process, which has ended. Called when no thread is in `receive` any more."""
-        ...
 
 
 class LocalProcess:

@@ -101,11 +101,9 @@ class WeightChannel(Protocol):
 
     async def close(self) -> None:
         """Leaves a server that keeps running."""
-        ...
 
     async def abandon(self) -> None:
         """Leaves a server that is gone or hangs; what is under way fails."""
-        ...
 
 
 class WeightGroup(Protocol):
@@ -123,7 +121,6 @@ class WeightGroup(Protocol):
 
     def leave(self) -> None:
         """Ends the group: nothing more is sent. Servers keep running."""
-        ...
 
 
 class ServerBackend(Protocol):
@@ -159,7 +156,6 @@ class ServerBackend(Protocol):
         Raises:
             EngineError: the call to the server failed.
         """
-        ...
 
     async def probe(self) -> None:
         """Has one token sampled: a server whose scheduler hangs can answer health checks all the same.
@@ -167,7 +163,6 @@ class ServerBackend(Protocol):
         Raises:
             EngineError: no token came in time.
         """
-        ...
 
     async def policy_version(self) -> int:
         """Asks for the version of the server's weights; returns -1 if they have none. Raises EngineError if it does not
@@ -177,21 +172,17 @@ class ServerBackend(Protocol):
     async def sleep(self) -> None:
         """Has the server give back the memory of its weights and prefix cache; it then holds nobody's weights. The next
         update of all weights takes the memory again. Called when the server has no request."""
-        ...
 
     async def begin_update(self) -> None:
         """Stops sampling, flushes the prefix cache, labels the weights as nobody's and opens an update; one that was
         broken off is closed first. Responses under way are computed again with the new weights, and continued behind
         what they have."""
-        ...
 
     async def end_update(self, version: int) -> None:
         """Takes the new weights into use as `version`; sampling waits for `resume`."""
-        ...
 
     async def resume(self) -> None:
         """Has the server sample again."""
-        ...
 
     async def digests(self) -> Mapping[str, int]:
         """Returns `moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name."""
@@ -207,7 +198,6 @@ class ServerBackend(Protocol):
 
     async def close(self) -> None:
         """Leaves the server; what is under way fails."""
-        ...
 
 
 Connect = Callable[[str, Endpoint], Awaitable[ServerBackend]]

@@ -38,7 +38,6 @@ class AllSenders(Protocol):
 
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         """Has the buckets of this update go to these servers, whose updates are open, and to no others."""
-        ...
 
     async def take(self, version: int) -> Sequence[Part]:
         """Closes the set; returns the part of each sender."""
@@ -46,7 +45,6 @@ class AllSenders(Protocol):
 
     async def hold(self, version: int) -> None:
         """Has senders keep the set that was taken last for servers that come late."""
-        ...
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
         """Has senders send what they keep to these servers, whose updates are open; returns the part of each."""
@@ -54,7 +52,6 @@ class AllSenders(Protocol):
 
     async def close(self) -> None:
         """Leaves the servers, if senders outlive the engine."""
-        ...
 
 
 class Sender:

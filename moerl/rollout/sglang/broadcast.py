@@ -43,11 +43,9 @@ class Receiver(Protocol):
 
     async def join(self, invitation: Invitation) -> None:
         """Joins a group, and leaves the one before."""
-        ...
 
     async def take(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
         """Receives a bucket in the group that it joined last, and loads it. number: of the bucket, for messages."""
-        ...
 
 
 class Broadcast:
