@@ -7,8 +7,7 @@ command. Arrays travel as bytes with dtype and shape, which are compared before 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,12 +15,10 @@ from numpy.typing import NDArray
 
 from moerl.contract.failure import Failure
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.trainer import DeviceUse, PassReport, Stage, UpdateReport
+from moerl.contract.trainer import DeviceUse, PassReport, Stage
 from moerl.contract.trajectory import ModelSpec
 from moerl.contract.weight_update import UpdateKind
 from moerl.errors import TrainerError
-
-Dtype = Literal["float32", "float64", "int64"]
 
 
 class Command(msgspec.Struct, tag=True, tag_field="do", forbid_unknown_fields=True):
@@ -43,32 +40,6 @@ class Start(Command):
     """Place where the ranks meet, ``file://`` or ``tcp://``."""
     local_ranks: int
     """Ranks that see the same GPUs, this one included."""
-
-
-class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A numpy array."""
-
-    dtype: Dtype
-    """Name of the numpy dtype."""
-    shape: tuple[int, ...]
-    """Sizes of all axes."""
-    data: bytes
-    """The elements, little-endian, in C order."""
-
-    @classmethod
-    def of(cls, array: NDArray[Any]) -> Self:
-        dtype: Any = array.dtype.name
-        if dtype not in ("float32", "float64", "int64"):
-            raise TypeError(f"an array of {dtype}")
-        return cls(dtype, array.shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-
-    def array(self) -> NDArray[Any]:
-        dtype = np.dtype(self.dtype)
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
-            raise TrainerError(
-                "a worker's reply: an array", seen=f"{len(self.data)} bytes", expected=f"{self.dtype} {self.shape}"
-            )
-        return np.frombuffer(self.data, dtype.newbyteorder("<")).astype(dtype).reshape(self.shape)
 
 
 class ReceiverAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -139,7 +110,7 @@ class Step(Command):
     """Number of a loaded minibatch, from 0."""
     prove: bool
     """True if the proof of routing is wanted."""
-    advantages: Array | None = None
+    advantages: NDArray[np.float32] | None = None
     """float32, one per sample of the minibatch, in place of those in its frame; None keeps those."""
 
 
@@ -253,36 +224,6 @@ AnyCommand = (
 )
 
 
-class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The `PassReport` of one rank, field by field."""
-
-    rows: Array
-    """`rows_RC`."""
-    loss_sum: float | None
-    """Sum of the losses of the rank's tokens; None if there are none."""
-    rows_verified: int
-    """Routing rows proved."""
-    load: Array
-    """`load_LE`."""
-    agreement: Array
-    """`agreement_LS`."""
-    live_rows: Array
-    """`live_rows_L`."""
-    update: UpdateReport | None
-    """None after a forward-only pass."""
-
-    @classmethod
-    def of(cls, report: PassReport) -> Self:
-        values = (getattr(report, each.name) for each in fields(report))
-        given: list[Any] = [Array.of(each) if isinstance(each, np.ndarray) else each for each in values]
-        return cls(*given)
-
-    def report(self) -> PassReport:
-        values = msgspec.structs.astuple(self)
-        given: list[Any] = [each.array() if isinstance(each, Array) else each for each in values]
-        return PassReport(*given)
-
-
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Reply of one rank to one command."""
 
@@ -292,9 +233,9 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The error that ended the command; None if it succeeded."""
     coordinates: RankCoordinates | None = None
     """Set in the reply to `Build`."""
-    report: RankPassReport | None = None
+    report: PassReport | None = None
     """Set in replies to `Score`, `Prepare` and `Step`."""
-    tables: tuple[Array, ...] = ()
+    tables: tuple[NDArray[np.int64], ...] = ()
     """int64, columns `WORDS`, in the reply to `Trace`: rows dispatched, and rows recorded if there are any."""
     metrics: dict[str, float] = {}
     """Metrics of `Publish`, by name."""
@@ -314,8 +255,34 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Servers that are out of the update, by key, with the reason."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_commands, _replies = msgspec.msgpack.Decoder(AnyCommand), msgspec.msgpack.Decoder(Reply)
+class _Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A numpy array as it travels: its elements are little-endian, in C order."""
+
+    dtype: Literal["float32", "float64", "int64"]
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def _packed(array: Any) -> _Array:
+    if not isinstance(array, np.ndarray) or array.dtype.name not in ("float32", "float64", "int64"):
+        raise TypeError(f"{getattr(array, 'dtype', type(array))} in a message")
+    return _Array(array.dtype.name, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def _unpacked(_: type, value: Any) -> NDArray[Any]:
+    """Returns a fresh array in C order."""
+    packed = msgspec.convert(value, _Array)
+    dtype = np.dtype(packed.dtype)
+    if min(packed.shape, default=0) < 0 or math.prod(packed.shape) * dtype.itemsize != len(packed.data):
+        raise TrainerError(
+            "a worker's reply: an array", seen=f"{len(packed.data)} bytes", expected=f"{packed.dtype} {packed.shape}"
+        )
+    return np.frombuffer(packed.data, dtype.newbyteorder("<")).astype(dtype).reshape(packed.shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
+_commands = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_unpacked)
+_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_unpacked)
 
 
 def encode(message: Command | Reply) -> bytes:
