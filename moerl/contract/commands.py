@@ -280,18 +280,7 @@ def _unpacked(_: type, value: Any) -> NDArray[Any]:
     return np.frombuffer(packed.data, dtype.newbyteorder("<")).astype(dtype).reshape(packed.shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
-_commands = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_unpacked)
-_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_unpacked)
-
-
-def encode(message: Command | Reply) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_command(data: bytes | memoryview) -> AnyCommand:
-    return _commands.decode(data)
-
-
-def decode_reply(data: bytes | memoryview) -> Reply:
-    return _replies.decode(data)
+encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
+"""Encoder of a command or a reply."""
+decode_command = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_unpacked).decode
+decode_reply = msgspec.msgpack.Decoder(Reply, dec_hook=_unpacked).decode

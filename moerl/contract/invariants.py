@@ -92,8 +92,7 @@ def check_rewards(rewards: dict[str, float]) -> None:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long` or `value_not_finite`.
     """
     demand_type(rewards, dict, "rewards")
-    _demand_few_names(rewards, "rewards")
-    _demand_finite_numbers(rewards, "rewards")
+    _demand_numbers(rewards, "rewards")
 
 
 def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
@@ -158,10 +157,9 @@ def _check_lineage(trajectory: TrajectoryFields) -> None:
 
 
 def _check_named_values(trajectory: TrajectoryFields) -> None:
-    for group in ("rewards", "timings", "scores"):
-        _demand_few_names(getattr(trajectory, group), group)
-    for group in ("rewards", "timings"):
-        _demand_finite_numbers(getattr(trajectory, group), group)
+    _demand_numbers(trajectory.rewards, "rewards")
+    _demand_numbers(trajectory.timings, "timings")
+    _demand_few_names(trajectory.scores, "scores")
     for name in trajectory.scores:
         demand_text(name, "scores name")
 
@@ -170,7 +168,9 @@ def _demand_few_names(values: dict[str, Any], group: str) -> None:
     demand(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
 
 
-def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
+def _demand_numbers(values: dict[str, Any], group: str) -> None:
+    """Refuses too many values, and those that are no finite numbers under names that travel."""
+    _demand_few_names(values, group)
     for name, value in values.items():
         demand_text(name, f"{group} name")
         field = f"{group}[{name!r}]"

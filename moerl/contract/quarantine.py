@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from moerl.contract.demands import demand_type, shown
+from moerl.contract.demands import demand, demand_type, shown
 from moerl.contract.files import write_folder, writing
 from moerl.contract.invariants import check_versions
 from moerl.contract.plain import from_plain, safe_repr, to_plain
@@ -212,13 +212,8 @@ class Quarantine:
         _check_form(record)
         if record.rollout_id in self._admitted:
             raise _duplicate(record.rollout_id)
-        if record.rollout_id not in self._expected:
-            raise ContractError(
-                Reason.ROLLOUT_UNREQUESTED,
-                field="rollout_id",
-                seen=shown(record.rollout_id),
-                expected="the id of a rollout that was requested",
-            )
+        is_expected, wanted = record.rollout_id in self._expected, "the id of a rollout that was requested"
+        demand(is_expected, Reason.ROLLOUT_UNREQUESTED, "rollout_id", shown(record.rollout_id), wanted)
         return self._checked(record, trainer_version)
 
     def read(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory:
@@ -292,10 +287,8 @@ def _check_form(record: RolloutRecord) -> None:
     rollout_id, lineage = record.rollout_id, record.values["lineage"]
     demand_type(rollout_id, str, "rollout_id")
     seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
-    if type(seen) is not str or seen != rollout_id:
-        raise ContractError(
-            Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
-        )
+    agrees = type(seen) is str and seen == rollout_id
+    demand(agrees, Reason.ROLLOUT_ID_DISAGREES, "lineage.rollout_id", shown(seen), shown(rollout_id))
 
 
 def _refusal(error: ContractError) -> Refusal:

@@ -323,8 +323,8 @@ def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpe
     demand(few, Reason.TURNS_DO_NOT_COVER, "turns", f"{num_turns} turns", most)
     # First of all: its length proves `num_tokens`, on which everything below spends memory.
     token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
-    offsets = np.zeros(num_tokens + 1, np.int64)
-    np.cumsum(read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes"), out=offsets[1:])
+    sizes = read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes")
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
     num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
     return {
