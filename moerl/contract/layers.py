@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from moerl.contract.demands import demand
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord
 from moerl.contract.reasons import Reason
-from moerl.errors import ContractError, EngineError
+from moerl.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,9 @@ class LayerSelection:
         expert_ids = record.values.get("expert_ids") if type(record.values) is dict else None
         if not isinstance(expert_ids, np.ndarray) or expert_ids.ndim != 3:
             return record
-        if expert_ids.shape[1] != self.num_reported:
-            raise ContractError(
-                Reason.WRONG_SHAPE,
-                field="expert_ids",
-                seen=expert_ids.shape,
-                expected=f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}",
-            )
+        agrees = expert_ids.shape[1] == self.num_reported
+        expected = f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}"
+        demand(agrees, Reason.WRONG_SHAPE, "expert_ids", expert_ids.shape, expected)
         if self.columns == tuple(range(self.num_reported)):
             return record
         values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(self.columns)]}

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from moerl.contract.array_codec import (
     array_bytes,
@@ -222,7 +223,7 @@ def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAUL
     if message.trajectories:
         if message.spec is None:
             raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen="none", expected=spec)
-        check_spec_agrees(ModelSpec(**msgspec.structs.asdict(message.spec)), spec)
+        check_spec_agrees(ModelSpec(**asdict(message.spec)), spec)
     records: list[RolloutRecord] = []
     for item in message.trajectories:
         values = _values(item, rest, spec)
@@ -303,11 +304,6 @@ def _turn_message(turn: Turn) -> TurnMessage:
     return TurnMessage(start=int(turn.start), end=int(turn.end), kind=turn.kind, sampling=sampling)
 
 
-def _turn(message: TurnMessage) -> Turn:
-    sampling = message.sampling and SamplingParams(**msgspec.structs.asdict(message.sampling))
-    return Turn(message.start, message.end, message.kind, sampling)
-
-
 def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpec) -> dict[str, Any]:
     """Returns `Trajectory` field values by name, from a message whose array lengths all agree; does not check content.
 
@@ -329,8 +325,11 @@ def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpe
     num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
     return {
         "spec": spec,
-        "lineage": Lineage(**msgspec.structs.asdict(message.lineage)),
-        "turns": tuple(_turn(turn) for turn in message.turns),
+        "lineage": Lineage(**asdict(message.lineage)),
+        "turns": tuple(
+            Turn(each.start, each.end, each.kind, each.sampling and SamplingParams(**asdict(each.sampling)))
+            for each in message.turns
+        ),
         "token_ids": token_ids,
         "sampled": read_flags(message.sampled, num_tokens, "sampled"),
         "rollout_logprobs": read_array(message.rollout_logprobs, np.float32, num_tokens, "rollout_logprobs"),

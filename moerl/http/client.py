@@ -75,19 +75,16 @@ class Request:
 
 
 class HttpAnswer:
-    """The answer to a request, which comes piece by piece."""
+    """The answer to a request, which comes piece by piece.
+
+    Attributes:
+        status: HTTP status.
+        headers: by name, in capitals or small letters; the texts may be anything, the request's key, too.
+    """
 
     def __init__(self, request: Request, response: aiohttp.ClientResponse) -> None:
         self._request, self._response = request, response
-
-    @property
-    def status(self) -> int:
-        return self._response.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Returns headers by name, in capitals or small letters; the texts may be anything, the request's key, too."""
-        return self._response.headers
+        self.status, self.headers = response.status, response.headers
 
     async def read(self, max_bytes: int) -> bytes:
         """Returns the body; if the status is not 200, only its first `MAX_SAID_BYTES` and a little more.

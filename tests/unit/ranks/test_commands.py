@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moerl.contract.commands import Reply, Save, Step, decode_command, decode_reply, encode
-from moerl.contract.failure import Failure
+from moerl.contract.commands import Failure, Reply, Save, Step, decode_command, decode_reply, encode
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport, sum_reports
 from moerl.errors import (
     ConfigError,
