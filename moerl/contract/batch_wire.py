@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.array_checks import rows_are_distinct
 from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
@@ -32,7 +33,6 @@ from moerl.contract.array_codec import (
 )
 from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
 from moerl.contract.demands import MAX_NAMES, demand, demand_text
-from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason

@@ -1,8 +1,8 @@
 """The invariants of a trajectory: the one place that decides whether a record may be trained on.
 
 Runs in whatever process constructs a `Trajectory`. Everything is vectorised; nothing is repaired. The reason codes
-are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets in
-`moerl.contract.kept_set_checks`, expert ids in `moerl.contract.expert_id_checks`.
+are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets and
+expert ids in `moerl.contract.array_checks`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.array_checks import check_expert_ids, check_kept_sets
 from moerl.contract.demands import (
     INT32_MAX,
     INT64_MAX,
@@ -26,7 +27,6 @@ from moerl.contract.demands import (
     refuse_where,
     shown,
 )
-from moerl.contract.expert_id_checks import check_expert_ids
 from moerl.contract.fields import (
     MAX_KEPT_IDS,
     FinishReason,
@@ -38,7 +38,6 @@ from moerl.contract.fields import (
     Turn,
     TurnKind,
 )
-from moerl.contract.kept_set_checks import check_kept_sets
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 

@@ -57,10 +57,6 @@ class EngineInfo:
     """Decoder layers that the columns of its expert ids stand for."""
     layer_numbers: tuple[int, ...]
     """Number of the decoder layer of each column, from 0, dense layers counted."""
-    captures_routing: bool = True
-    """True if its trajectories carry routing."""
-    captures_kept_sets: bool = True
-    """True if its trajectories carry kept sets."""
 
 
 @dataclass(slots=True)
