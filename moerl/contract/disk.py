@@ -308,15 +308,11 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         kept=kept,
         expert_ids=arrays.pop("expert_ids").reshape(shape),
         finish_reason=FinishReason(row["finish_reason"].as_py()),
-        rewards=_numbers(row, REWARD),
-        scores={
-            name.removeprefix(SCORE): _array(value)
-            for name, value in row.items()
-            if name.startswith(SCORE) and value.is_valid
-        },
+        rewards={name: value.as_py() for name, value in _by_name(row, REWARD)},
+        scores={name: _array(value) for name, value in _by_name(row, SCORE)},
         engine_id=row["engine_id"].as_py(),
         attempt=row["attempt"].as_py(),
-        timings=_numbers(row, TIMING),
+        timings={name: value.as_py() for name, value in _by_name(row, TIMING)},
         **arrays,
     )
     for name, (_, get) in DERIVED.items():
@@ -330,9 +326,6 @@ def _array(scalar: Any) -> np.ndarray:
     return np.array(scalar.values.to_numpy(zero_copy_only=False))
 
 
-def _numbers(row: dict[str, Any], prefix: str) -> dict[str, float]:
-    return {
-        name.removeprefix(prefix): value.as_py()
-        for name, value in row.items()
-        if name.startswith(prefix) and value.is_valid
-    }
+def _by_name(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields values of columns with a prefix that are not null, each with its name behind the prefix."""
+    return ((key.removeprefix(prefix), each) for key, each in row.items() if key.startswith(prefix) and each.is_valid)

@@ -1,6 +1,6 @@
 """The ports of the loop: small protocols that close the runtime circle without imports between siblings.
 
-Engines, tasks and weight sinks implement these; `moerl/orchestration` wires them. Torch-free.
+Engines, tasks, scorers and weight sinks implement these; `moerl/orchestration` wires them. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import ContractError, WeightSyncError
 
@@ -341,3 +344,24 @@ class WorkedTask(Task, Protocol):
         """Returns text that, put at the start of a response, makes the model show its work; the honest baseline of a
         cold start that only sometimes does."""
         ...
+
+
+class TokenScorer(Protocol):
+    """Source of a number for each sampled token of a trajectory, such as its log-prob under a teacher.
+
+    Several threads may call `submit`; the others belong to the thread that opened the scorer.
+    """
+
+    def start(self) -> None:
+        """Waits until the scorer can score. Raises `ScoreError` if it never will."""
+
+    def submit(self, trajectory: Trajectory) -> Future[NDArray[np.float32]]:
+        """Asks for the scores of a trajectory; returns at once.
+
+        Returns:
+            A future of float32 [S], 0 on tokens that were not sampled. It raises `ScoreError` if there are none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the scorer's threads and processes; futures that are not done raise. A second call does nothing."""

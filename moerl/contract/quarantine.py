@@ -128,15 +128,13 @@ class Quarantine:
             self._expected.update(record.rollout_id for record in records)
             try:
                 trajectories = [self._check(record, trainer_version) for record in records]
+                if episode_id in self._admitted:
+                    raise _duplicate(episode_id)
             except ContractError as error:
                 self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
                 return None
             finally:
                 self._expected.difference_update({record.rollout_id for record in records} - {episode_id})
-            if episode_id in self._admitted:
-                error = _duplicate(episode_id)
-                self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
-                return None
             self._admitted.add(episode_id)
             self.num_admitted += len(records)
             return trajectories
