@@ -6,9 +6,7 @@ shift that no shape check finds when layers are otherwise alike. Pure data; any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -42,8 +40,7 @@ class LayerSelection:
         demand(agrees, Reason.WRONG_SHAPE, "expert_ids", expert_ids.shape, expected)
         if self.columns == tuple(range(self.num_reported)):
             return record
-        values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(self.columns)]}
-        return replace(record, values=values)
+        return replace(record, values={**record.values, "expert_ids": expert_ids[:, list(self.columns)]})
 
 
 def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]) -> LayerSelection:
@@ -55,8 +52,7 @@ def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]
     Raises:
         EngineError: the engine reports other layers than it announced, or than the model has.
     """
-    announced = {ReportedLayers.ALL: tuple(range(num_layers)), ReportedLayers.MOE: moe_layers}
-    expected = announced[info.reported_layers]
+    expected = tuple(range(num_layers)) if info.reported_layers == ReportedLayers.ALL else moe_layers
     if info.layer_numbers != expected:
         raise EngineError(
             f"engine {info.engine_id!r} does not report the layers of this model",
