@@ -3,3 +3,5 @@
 numpy, msgspec and zstd only, so that it imports on a login node. Parquet dumps are `moerl.contract.disk`, which needs
 pyarrow. Written down in docs/data_contract.md.
 """
+
+from moerl.contract.reasons import Reason as Reason
