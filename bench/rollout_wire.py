@@ -27,8 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
-from moerl.http.blocking import BlockingClient
-from moerl.http.client import Request, excerpt_of
+from moerl.http.client import BlockingClient, Request, excerpt_of
 from moerl.http.keys import Key
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.fleet.endpoint import Endpoint

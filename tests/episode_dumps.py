@@ -48,7 +48,7 @@ def write_dump(path: Path) -> None:
     plain = make_trajectory(np.random.default_rng(0), rollout_id="r1", rewards={"reward": 0.0}, num_sampled=4)
     plain = replace(plain, token_ids=plain.token_ids.clip(2, 90))
     written = [*trajectories(), plain]
-    spans = [spans_of(each, TEXTS.decode, {END}) for each in written]
+    spans = [[*spans_of(each, TEXTS.decode, {END})] for each in written]
     texts = [TEXTS.decode(each.token_ids[each.sampled].tolist()) for each in written]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_parquet(path, written, texts=texts, prompts=["the prompt"] * len(written), spans=spans)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_checksums import Recorded, context_checksum, kept_checksum
 from moerl.contract.demands import demand_scores
-from moerl.contract.kept import slice_kept_sets
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, summed_checksums
@@ -100,7 +99,7 @@ class SequenceRows:
     def _part(self, rows: slice, **changes: Any) -> SequenceRows:
         parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
         experts = None if self.expert_ids is None else self.expert_ids[rows]
-        kept = slice_kept_sets(self.kept, rows.start, rows.stop)
+        kept = self.kept.cut(rows.start, rows.stop)
         scores = {name: values[rows] for name, values in self.scores.items()}
         return replace(self, **parts, kept=kept, expert_ids=experts, scores=scores, **changes)
 
@@ -145,7 +144,7 @@ def trajectory_rows(
         rollout_logprobs=trajectory.rollout_logprobs[1:],
         versions=trajectory.policy_versions[1:],
         temperatures=trajectory.temperatures[1:],
-        kept=slice_kept_sets(trajectory.kept, 1, len(trajectory)),
+        kept=trajectory.kept.cut(1, len(trajectory)),
         truncated=trajectory.truncated[1:],
         sample_index=sample_index,
         routed=trajectory.routed,

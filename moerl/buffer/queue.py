@@ -245,12 +245,8 @@ def age(trained_version: int, sampled_versions: Sequence[int]) -> int:
     return trained_version - min(sampled_versions)
 
 
-def check_ages(ages: Iterable[int], limits: QueueLimits) -> int:
-    """Returns the largest age of a batch.
-
-    Raises:
-        MoerlError: it is above the bound.
-    """
+def check_ages(ages: Iterable[int], limits: QueueLimits) -> None:
+    """Raises `MoerlError` if an age of a batch is above the bound."""
     oldest = max(ages, default=0)
     if oldest > limits.max_age:
         raise MoerlError(
@@ -260,4 +256,3 @@ def check_ages(ages: Iterable[int], limits: QueueLimits) -> int:
             remedy="this is an error of moerl or of an engine that answers with weights it should no longer hold; the"
             " weights are those of the last step, so resume the run",
         )
-    return oldest

@@ -22,7 +22,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.kept import concat_kept_sets
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, POSITION_PRIME, mix
 from moerl.contract.trajectory import KeptSets
 
@@ -63,7 +62,7 @@ def context_checksum(sequences: Sequence[Recorded]) -> int:
 
 def kept_checksum(sequences: Sequence[Recorded]) -> int:
     """Returns the sum over kept sets, the second of the formulas above."""
-    kept = concat_kept_sets([each.kept for each in sequences])
+    kept = KeptSets.joined([each.kept for each in sequences])
     keys, positions = _origins(sequences, [len(each.kept.sizes) for each in sequences])
     salts = mix(keys + positions * np.uint64(POSITION_PRIME))
     firsts = np.searchsorted(kept.offsets, np.arange(0, len(kept.ids), _CHUNK_IDS))

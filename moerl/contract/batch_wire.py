@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.array_checks import rows_are_distinct
 from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
@@ -32,7 +33,6 @@ from moerl.contract.array_codec import (
 )
 from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
 from moerl.contract.demands import MAX_NAMES, demand, demand_text
-from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
@@ -203,8 +203,8 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
         _demand(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
     # First of all: its length proves `num_rows`, on which everything below spends memory.
     ints = {name: read_array(data, np.int32, num_rows, name).astype(np.int64) for name, data in message.ints.items()}
-    offsets = np.zeros(num_rows + 1, np.int64)
-    np.cumsum(read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes"), out=offsets[1:])
+    sizes = read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes")
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     num_sequences = len(message.rollout_keys) // 8
     prefixes, before = message.prefix_of, message.prefix_rows
     of_contexts, of_kept = read_array(message.checksums, np.uint64, 2, "checksums").tolist()

@@ -1,27 +1,24 @@
 """Typed messages between the controller and trainer ranks, no pickle. Torch-free; any process.
 
 Most commands stand for the method of `Trainer` of the same name. A frame (`moerl.contract.batch_wire`) may follow a
-command. Arrays travel as bytes with dtype and shape, which are compared before anything is built.
+command. Arrays travel as bytes with dtype and shape, which are compared before anything is built. An error of a rank is
+raised again in the controller, with the rank's name.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.failure import Failure
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.trainer import DeviceUse, PassReport, Stage, UpdateReport
+from moerl.contract.trainer import DeviceUse, PassReport, Stage
 from moerl.contract.trajectory import ModelSpec
 from moerl.contract.weight_update import UpdateKind
-from moerl.errors import TrainerError
-
-Dtype = Literal["float32", "float64", "int64"]
+from moerl.errors import ContractError, MoerlError, ReplayError, TrainerError, UnprovedError, told
 
 
 class Command(msgspec.Struct, tag=True, tag_field="do", forbid_unknown_fields=True):
@@ -43,32 +40,6 @@ class Start(Command):
     """Place where the ranks meet, ``file://`` or ``tcp://``."""
     local_ranks: int
     """Ranks that see the same GPUs, this one included."""
-
-
-class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A numpy array."""
-
-    dtype: Dtype
-    """Name of the numpy dtype."""
-    shape: tuple[int, ...]
-    """Sizes of all axes."""
-    data: bytes
-    """The elements, little-endian, in C order."""
-
-    @classmethod
-    def of(cls, array: NDArray[Any]) -> Self:
-        dtype: Any = array.dtype.name
-        if dtype not in ("float32", "float64", "int64"):
-            raise TypeError(f"an array of {dtype}")
-        return cls(dtype, array.shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-
-    def array(self) -> NDArray[Any]:
-        dtype = np.dtype(self.dtype)
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
-            raise TrainerError(
-                "a worker's reply: an array", seen=f"{len(self.data)} bytes", expected=f"{self.dtype} {self.shape}"
-            )
-        return np.frombuffer(self.data, dtype.newbyteorder("<")).astype(dtype).reshape(self.shape)
 
 
 class ReceiverAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -139,7 +110,7 @@ class Step(Command):
     """Number of a loaded minibatch, from 0."""
     prove: bool
     """True if the proof of routing is wanted."""
-    advantages: Array | None = None
+    advantages: NDArray[np.float32] | None = None
     """float32, one per sample of the minibatch, in place of those in its frame; None keeps those."""
 
 
@@ -253,34 +224,66 @@ AnyCommand = (
 )
 
 
-class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The `PassReport` of one rank, field by field."""
+class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """An error of a rank."""
 
-    rows: Array
-    """`rows_RC`."""
-    loss_sum: float | None
-    """Sum of the losses of the rank's tokens; None if there are none."""
-    rows_verified: int
-    """Routing rows proved."""
-    load: Array
-    """`load_LE`."""
-    agreement: Array
-    """`agreement_LS`."""
-    live_rows: Array
-    """`live_rows_L`."""
-    update: UpdateReport | None
-    """None after a forward-only pass."""
+    kind: str
+    """Name of the error's class in `moerl.errors`; empty for any other error, which `what` names."""
+    what: str
+    """The problem, in words."""
+    seen: str | None = None
+    """Value seen; None if the error has none."""
+    expected: str | None = None
+    """Value expected; None if the error has none."""
+    remedy: str = ""
+    """Advice; may be empty."""
+    notes: tuple[str, ...] = ()
+    """Notes that were added to the error."""
+    reason: str = ""
+    """Code of a `ContractError`, else empty."""
+    field: str = ""
+    """Field of a `ContractError`, else empty."""
+    microbatch: int = -1
+    """Index of a microbatch of the rank whose checksum is wrong; -1 if the error names none."""
 
     @classmethod
-    def of(cls, report: PassReport) -> Self:
-        values = (getattr(report, each.name) for each in fields(report))
-        given: list[Any] = [Array.of(each) if isinstance(each, np.ndarray) else each for each in values]
-        return cls(*given)
+    def of(cls, error: Exception) -> Self:
+        notes = tuple(getattr(error, "__notes__", ()))
+        if isinstance(error, OSError):
+            error = told(error)
+        if not isinstance(error, MoerlError):
+            return cls("", f"{type(error).__name__}: {error}", notes=notes)
+        is_contract = isinstance(error, ContractError)
+        return cls(
+            type(error).__name__,
+            error.what,
+            error.seen,
+            error.expected,
+            error.remedy,
+            notes,
+            reason=str(error.reason) if is_contract else "",
+            field=error.field if is_contract else "",
+            microbatch=error.microbatch if isinstance(error, UnprovedError) else -1,
+        )
 
-    def report(self) -> PassReport:
-        values = msgspec.structs.astuple(self)
-        given: list[Any] = [each.array() if isinstance(each, Array) else each for each in values]
-        return PassReport(*given)
+    def error(self, rank: int, command: str) -> MoerlError:
+        """Returns the same error, which names the rank."""
+        seen = f"rank {rank}: {self.seen}" if self.seen is not None else f"rank {rank}"
+        expected, remedy = self.expected, self.remedy
+        known = {each.__name__: each for each in (MoerlError, UnprovedError, *MoerlError.__subclasses__())}
+        kind = known.get(self.kind)
+        if kind is None:
+            error = TrainerError(f"rank {rank} failed in {command!r}", seen=self.what)
+        elif kind is ContractError:
+            error = ContractError(self.reason, field=self.field, seen=seen, expected=expected, remedy=remedy)
+        elif kind is UnprovedError:
+            index = self.microbatch
+            error = UnprovedError(self.what, seen=self.seen, expected=expected, remedy=remedy, microbatch=index)
+        else:
+            error = kind(self.what, seen=self.seen if kind is ReplayError else seen, expected=expected, remedy=remedy)
+        for note in self.notes:
+            error.add_note(note)
+        return error
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -292,9 +295,9 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The error that ended the command; None if it succeeded."""
     coordinates: RankCoordinates | None = None
     """Set in the reply to `Build`."""
-    report: RankPassReport | None = None
+    report: PassReport | None = None
     """Set in replies to `Score`, `Prepare` and `Step`."""
-    tables: tuple[Array, ...] = ()
+    tables: tuple[NDArray[np.int64], ...] = ()
     """int64, columns `WORDS`, in the reply to `Trace`: rows dispatched, and rows recorded if there are any."""
     metrics: dict[str, float] = {}
     """Metrics of `Publish`, by name."""
@@ -314,17 +317,32 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Servers that are out of the update, by key, with the reason."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_commands, _replies = msgspec.msgpack.Decoder(AnyCommand), msgspec.msgpack.Decoder(Reply)
+class _Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A numpy array as it travels: its elements are little-endian, in C order."""
+
+    dtype: Literal["float32", "float64", "int64"]
+    shape: tuple[int, ...]
+    data: bytes
 
 
-def encode(message: Command | Reply) -> bytes:
-    return _encoder.encode(message)
+def _packed(array: Any) -> _Array:
+    if not isinstance(array, np.ndarray) or array.dtype.name not in ("float32", "float64", "int64"):
+        raise TypeError(f"{getattr(array, 'dtype', type(array))} in a message")
+    return _Array(array.dtype.name, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
-def decode_command(data: bytes | memoryview) -> AnyCommand:
-    return _commands.decode(data)
+def _unpacked(_: type, value: Any) -> NDArray[Any]:
+    """Returns a fresh array in C order."""
+    packed = msgspec.convert(value, _Array)
+    dtype = np.dtype(packed.dtype)
+    if min(packed.shape, default=0) < 0 or math.prod(packed.shape) * dtype.itemsize != len(packed.data):
+        raise TrainerError(
+            "a worker's reply: an array", seen=f"{len(packed.data)} bytes", expected=f"{packed.dtype} {packed.shape}"
+        )
+    return np.frombuffer(packed.data, dtype.newbyteorder("<")).astype(dtype).reshape(packed.shape)
 
 
-def decode_reply(data: bytes | memoryview) -> Reply:
-    return _replies.decode(data)
+encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
+"""Encoder of a command or a reply."""
+decode_command = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_unpacked).decode
+decode_reply = msgspec.msgpack.Decoder(Reply, dec_hook=_unpacked).decode

@@ -8,6 +8,7 @@ data, never code.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moerl.contract import seals
+from moerl.contract.demands import demand
 from moerl.contract.dump_columns import (
     ARRAYS,
     DERIVED,
@@ -147,8 +149,7 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise _too_large(f"a file of {size} bytes", max_bytes)
+        _demand_size(size, max_bytes, f"a file of {size} bytes")
         return file.read()
 
 
@@ -162,26 +163,16 @@ def _corrupt(where: object, seen: object) -> ContractError:
     )
 
 
-def _too_large(seen: str, max_bytes: int) -> ContractError:
-    return ContractError(
-        Reason.FILE_TOO_LARGE,
-        field="dump",
-        seen=seen,
-        expected=f"at most {max_bytes} bytes",
-        remedy="dump fewer trajectories into a file",
-    )
+def _demand_size(num_bytes: int, max_bytes: int, seen: str) -> None:
+    remedy = "dump fewer trajectories into a file"
+    demand(num_bytes <= max_bytes, Reason.FILE_TOO_LARGE, "dump", seen, f"at most {max_bytes} bytes", remedy=remedy)
 
 
 def _check_version(footer: Footer) -> None:
     version = footer.metadata.get(VERSION_KEY, b"none").decode(errors="replace")
-    if version != DISK_SCHEMA_VERSION:
-        raise ContractError(
-            Reason.SCHEMA_VERSION_UNKNOWN,
-            field=VERSION_KEY.decode(),
-            seen=version,
-            expected=DISK_SCHEMA_VERSION,
-            remedy="read the dump with the moerl version that wrote it, or look at its columns with pandas",
-        )
+    is_known, field = version == DISK_SCHEMA_VERSION, VERSION_KEY.decode()
+    remedy = "read the dump with the moerl version that wrote it, or look at its columns with pandas"
+    demand(is_known, Reason.SCHEMA_VERSION_UNKNOWN, field, version, DISK_SCHEMA_VERSION, remedy=remedy)
 
 
 def _check_sizes(footer: Footer, max_bytes: int) -> None:
@@ -196,8 +187,7 @@ def _check_sizes(footer: Footer, max_bytes: int) -> None:
             if column.num_values < group.num_rows:
                 raise _corrupt(column.path, f"{column.num_values} values in {group.num_rows} rows")
             decoded += max(column.uncompressed_bytes, _VALUE_BYTES[column.physical_type] * column.num_values)
-    if decoded > max_bytes:
-        raise _too_large(f"{decoded} bytes decoded", max_bytes)
+    _demand_size(decoded, max_bytes, f"{decoded} bytes decoded")
     num_rows = sum(group.num_rows for group in footer.row_groups)
     if not num_rows or num_rows != footer.num_rows:
         raise _corrupt("rows", f"{footer.num_rows} rows, {num_rows} in row groups")
@@ -229,14 +219,8 @@ def _check_encodes(text: str) -> None:
 
 def _schema(trajectories: Sequence[Trajectory], for_people: tuple[str, ...]) -> pa.Schema:
     expert_dtypes = {trajectory.expert_ids.dtype for trajectory in trajectories}
-    if len(expert_dtypes) != 1:
-        raise ContractError(
-            Reason.SPEC_MISMATCH,
-            field="expert_ids",
-            seen=sorted(map(str, expert_dtypes)),
-            expected="one dtype in a file",
-            remedy="write one file per model",
-        )
+    seen, expected, remedy = sorted(map(str, expert_dtypes)), "one dtype in a file", "write one file per model"
+    demand(len(expert_dtypes) == 1, Reason.SPEC_MISMATCH, "expert_ids", seen, expected, remedy=remedy)
     columns = [pa.field(name, dtype, nullable=False) for name, (dtype, _) in SCALARS.items()]
     columns += [pa.field(REWARD + name, pa.float64()) for name in _names(trajectories, "rewards")]
     columns += [pa.field(TIMING + name, pa.float64()) for name in _names(trajectories, "timings")]
@@ -313,10 +297,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     arrays = {name: _array(row[name]) for name in ARRAYS}
     spec = ModelSpec(**{name: row[name].as_py() for name in SPEC})
     shape = (len(arrays["token_ids"]) - 1, spec.num_moe_layers, spec.experts_per_token)
-    if len(arrays["expert_ids"]) != shape[0] * shape[1] * shape[2] or min(shape) < 0:
-        raise ContractError(
-            Reason.WRONG_SHAPE, field="expert_ids", seen=f"{len(arrays['expert_ids'])} ids", expected=shape
-        )
+    num_ids = len(arrays["expert_ids"])
+    fits = num_ids == math.prod(shape) and min(shape) >= 0
+    demand(fits, Reason.WRONG_SHAPE, "expert_ids", f"{num_ids} ids", shape)
     kept = KeptSets(arrays.pop("kept_offsets"), arrays.pop("kept_ids"))
     trajectory = Trajectory(
         spec=spec,
@@ -325,15 +308,11 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         kept=kept,
         expert_ids=arrays.pop("expert_ids").reshape(shape),
         finish_reason=FinishReason(row["finish_reason"].as_py()),
-        rewards=_numbers(row, REWARD),
-        scores={
-            name.removeprefix(SCORE): _array(value)
-            for name, value in row.items()
-            if name.startswith(SCORE) and value.is_valid
-        },
+        rewards={name: value.as_py() for name, value in _by_name(row, REWARD)},
+        scores={name: _array(value) for name, value in _by_name(row, SCORE)},
         engine_id=row["engine_id"].as_py(),
         attempt=row["attempt"].as_py(),
-        timings=_numbers(row, TIMING),
+        timings={name: value.as_py() for name, value in _by_name(row, TIMING)},
         **arrays,
     )
     for name, (_, get) in DERIVED.items():
@@ -347,9 +326,6 @@ def _array(scalar: Any) -> np.ndarray:
     return np.array(scalar.values.to_numpy(zero_copy_only=False))
 
 
-def _numbers(row: dict[str, Any], prefix: str) -> dict[str, float]:
-    return {
-        name.removeprefix(prefix): value.as_py()
-        for name, value in row.items()
-        if name.startswith(prefix) and value.is_valid
-    }
+def _by_name(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields values of columns with a prefix that are not null, each with its name behind the prefix."""
+    return ((key.removeprefix(prefix), each) for key, each in row.items() if key.startswith(prefix) and each.is_valid)

@@ -89,7 +89,6 @@ class Session(Protocol):
     def count_calls(self, number: int) -> None:
         """Counts calls of tools in answers of this session, for `episode.max_calls`. Whoever reads calls out of an
         answer counts them, before tools are called."""
-        ...
 
     def credit(self, reward: float, turn: int = -1) -> None:
         """Counts a part of the session's reward as earned by one of its turns, for `algorithm.credit=turn`. What no
@@ -102,7 +101,6 @@ class Session(Protocol):
         Raises:
             EpisodeError: there is no such turn, or the reward is not finite.
         """
-        ...
 
     def observe(self, text: str) -> None:
         """Appends text of the environment: encoded without special tokens, never trained on. It counts only if a turn
@@ -111,7 +109,6 @@ class Session(Protocol):
         Raises:
             EpisodeError: the text has no token, or the session samples.
         """
-        ...
 
     async def render(self, messages: Sequence[Message], tools: Sequence[Message], ask: bool) -> str:
         """Returns the text that the model's chat template writes for messages; with `ask`, and the start of an answer.

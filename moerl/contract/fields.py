@@ -8,6 +8,7 @@ E = experts, V = vocabulary size. Pure data: numpy only, no torch. `moerl.contra
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -157,6 +158,33 @@ class KeptSets:
     @classmethod
     def empty(cls, num_rows: int) -> KeptSets:
         return cls(np.zeros(num_rows + 1, np.int64), np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """Returns the rows of all parts, in order. No parts give no rows."""
+        if not parts:
+            return cls.empty(0)
+        sizes = np.concatenate([part.sizes for part in parts])
+        return cls(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([part.ids for part in parts]))
+
+    def take(self, rows: NDArray[np.integer]) -> KeptSets:
+        """Returns the kept sets of `rows`, in that order. Raises IndexError for a row that is not there."""
+        sizes = self.sizes[rows]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        ids = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], sizes)
+        return KeptSets(offsets, self.ids[ids])
+
+    def cut(self, start: int, stop: int) -> KeptSets:
+        """Returns rows [start, stop) with offsets that start at 0 again; `ids` is a view.
+
+        Raises:
+            IndexError: Not 0 <= start <= stop <= rows.
+        """
+        num_rows = len(self.offsets) - 1
+        if not 0 <= start <= stop <= num_rows:
+            raise IndexError(f"rows [{start}, {stop}) of {num_rows} kept sets")
+        offsets = self.offsets[start : stop + 1]
+        return KeptSets(offsets - offsets[0], self.ids[offsets[0] : offsets[-1]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """The invariants of a trajectory: the one place that decides whether a record may be trained on.
 
 Runs in whatever process constructs a `Trajectory`. Everything is vectorised; nothing is repaired. The reason codes
-are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets in
-`moerl.contract.kept_set_checks`, expert ids in `moerl.contract.expert_id_checks`.
+are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets and
+expert ids in `moerl.contract.array_checks`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.array_checks import check_expert_ids, check_kept_sets
 from moerl.contract.demands import (
     INT32_MAX,
     INT64_MAX,
@@ -26,7 +27,6 @@ from moerl.contract.demands import (
     refuse_where,
     shown,
 )
-from moerl.contract.expert_id_checks import check_expert_ids
 from moerl.contract.fields import (
     MAX_KEPT_IDS,
     FinishReason,
@@ -38,7 +38,6 @@ from moerl.contract.fields import (
     Turn,
     TurnKind,
 )
-from moerl.contract.kept_set_checks import check_kept_sets
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
@@ -92,8 +91,7 @@ def check_rewards(rewards: dict[str, float]) -> None:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long` or `value_not_finite`.
     """
     demand_type(rewards, dict, "rewards")
-    _demand_few_names(rewards, "rewards")
-    _demand_finite_numbers(rewards, "rewards")
+    _demand_numbers(rewards, "rewards")
 
 
 def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
@@ -158,10 +156,9 @@ def _check_lineage(trajectory: TrajectoryFields) -> None:
 
 
 def _check_named_values(trajectory: TrajectoryFields) -> None:
-    for group in ("rewards", "timings", "scores"):
-        _demand_few_names(getattr(trajectory, group), group)
-    for group in ("rewards", "timings"):
-        _demand_finite_numbers(getattr(trajectory, group), group)
+    _demand_numbers(trajectory.rewards, "rewards")
+    _demand_numbers(trajectory.timings, "timings")
+    _demand_few_names(trajectory.scores, "scores")
     for name in trajectory.scores:
         demand_text(name, "scores name")
 
@@ -170,7 +167,9 @@ def _demand_few_names(values: dict[str, Any], group: str) -> None:
     demand(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
 
 
-def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
+def _demand_numbers(values: dict[str, Any], group: str) -> None:
+    """Refuses too many values, and those that are no finite numbers under names that travel."""
+    _demand_few_names(values, group)
     for name, value in values.items():
         demand_text(name, f"{group} name")
         field = f"{group}[{name!r}]"

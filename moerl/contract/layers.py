@@ -6,15 +6,14 @@ shift that no shape check finds when layers are otherwise alike. Pure data; any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from moerl.contract.demands import demand
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord
 from moerl.contract.reasons import Reason
-from moerl.errors import ContractError, EngineError
+from moerl.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +35,12 @@ class LayerSelection:
         expert_ids = record.values.get("expert_ids") if type(record.values) is dict else None
         if not isinstance(expert_ids, np.ndarray) or expert_ids.ndim != 3:
             return record
-        if expert_ids.shape[1] != self.num_reported:
-            raise ContractError(
-                Reason.WRONG_SHAPE,
-                field="expert_ids",
-                seen=expert_ids.shape,
-                expected=f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}",
-            )
+        agrees = expert_ids.shape[1] == self.num_reported
+        expected = f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}"
+        demand(agrees, Reason.WRONG_SHAPE, "expert_ids", expert_ids.shape, expected)
         if self.columns == tuple(range(self.num_reported)):
             return record
-        values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(self.columns)]}
-        return replace(record, values=values)
+        return replace(record, values={**record.values, "expert_ids": expert_ids[:, list(self.columns)]})
 
 
 def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]) -> LayerSelection:
@@ -58,8 +52,7 @@ def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]
     Raises:
         EngineError: the engine reports other layers than it announced, or than the model has.
     """
-    announced = {ReportedLayers.ALL: tuple(range(num_layers)), ReportedLayers.MOE: moe_layers}
-    expected = announced[info.reported_layers]
+    expected = tuple(range(num_layers)) if info.reported_layers == ReportedLayers.ALL else moe_layers
     if info.layer_numbers != expected:
         raise EngineError(
             f"engine {info.engine_id!r} does not report the layers of this model",

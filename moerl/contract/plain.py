@@ -25,15 +25,11 @@ _MAX_CONTAINERS = 1 << 21
 _MAX_NOTES = 100
 
 
-def _short() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxlevel = 4
-    short.maxtuple = short.maxlist = short.maxarray = short.maxdict = short.maxset = short.maxfrozenset = 16
-    short.maxstring = short.maxlong = short.maxother = 1 << 12
-    return short
-
-
-_SHORT = _short()
+_SHORT = reprlib.Repr(
+    maxlevel=4,
+    **dict.fromkeys(("maxtuple", "maxlist", "maxarray", "maxdict", "maxset", "maxfrozenset"), 16),
+    **dict.fromkeys(("maxstring", "maxlong", "maxother"), 1 << 12),
+)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The ports of the loop: small protocols that close the runtime circle without imports between siblings.
 
-Engines, tasks and weight sinks implement these; `moerl/orchestration` wires them. Torch-free.
+Engines, tasks, scorers and weight sinks implement these; `moerl/orchestration` wires them. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import ContractError, WeightSyncError
 
@@ -57,10 +60,6 @@ class EngineInfo:
     """Decoder layers that the columns of its expert ids stand for."""
     layer_numbers: tuple[int, ...]
     """Number of the decoder layer of each column, from 0, dense layers counted."""
-    captures_routing: bool = True
-    """True if its trajectories carry routing."""
-    captures_kept_sets: bool = True
-    """True if its trajectories carry kept sets."""
 
 
 @dataclass(slots=True)
@@ -108,7 +107,6 @@ class RolloutEngine(Protocol):
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named requests (all when None) with what they have; reason `abort`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -126,11 +124,9 @@ class RolloutStream(Protocol):
         Raises:
             EngineError: a request is refused, or the engine has no weights.
         """
-        ...
 
     def end(self) -> None:
         """Says, from any thread, that no more requests will come: the iterator ends behind the last record."""
-        ...
 
     def __iter__(self) -> Iterator[list[RolloutRecord]]:
         """Yields the records that have come since the last time; may be none."""
@@ -138,7 +134,6 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Gives up the requests that are not answered. Called by the thread that iterates."""
-        ...
 
 
 @runtime_checkable
@@ -159,22 +154,18 @@ class WeightSink(Protocol):
     def begin_update(self, update: WeightUpdate) -> None:
         """Opens an update, and forgets one that was never ended. An engine that does not hold the tensors which the
         update's kind demands raises `WeightSyncError`, here or at the first of the calls below."""
-        ...
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Takes in one bucket. The sender overwrites its tensors after the call returns. Raises `WeightSyncError` for a
         tensor that the update does not list, or that came before."""
-        ...
 
     def end_update(self) -> None:
         """Puts the new version into use. Raises `WeightSyncError` if a tensor of the update's list is missing; the old
         version stays then."""
-        ...
 
     def abandon_update(self) -> None:
         """Forgets what was received, in place of `end_update`; the old version stays. Does nothing without an
         update."""
-        ...
 
 
 Taken = Callable[[Exception | None], None]
@@ -212,7 +203,6 @@ class CheckedSink(WeightSink, Protocol):
         Raises:
             WeightSyncError: names the tensors that differ, if nothing is left that serves.
         """
-        ...
 
 
 @runtime_checkable
@@ -222,7 +212,6 @@ class Sleeper(Protocol):
     def sleep(self) -> None:
         """Gives the engine's memory to the trainer until the next update of all weights; nothing is sampled until
         then."""
-        ...
 
 
 class PolicyEngine(StreamingEngine, CheckedSink, Protocol):
@@ -345,7 +334,6 @@ class ChatTask(Task, Protocol):
         Raises:
             ConfigError: as `write` does, with the place of the prompt.
         """
-        ...
 
 
 @runtime_checkable
@@ -356,3 +344,24 @@ class WorkedTask(Task, Protocol):
         """Returns text that, put at the start of a response, makes the model show its work; the honest baseline of a
         cold start that only sometimes does."""
         ...
+
+
+class TokenScorer(Protocol):
+    """Source of a number for each sampled token of a trajectory, such as its log-prob under a teacher.
+
+    Several threads may call `submit`; the others belong to the thread that opened the scorer.
+    """
+
+    def start(self) -> None:
+        """Waits until the scorer can score. Raises `ScoreError` if it never will."""
+
+    def submit(self, trajectory: Trajectory) -> Future[NDArray[np.float32]]:
+        """Asks for the scores of a trajectory; returns at once.
+
+        Returns:
+            A future of float32 [S], 0 on tokens that were not sampled. It raises `ScoreError` if there are none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the scorer's threads and processes; futures that are not done raise. A second call does nothing."""

@@ -3,7 +3,7 @@
 Owned by the process that collects rollouts. A refused record is written whole, counted by reason, and never repaired;
 the run stops when too many are refused, since dropping bad samples in silence biases the data. Layout of a refused
 record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why, and under `incomplete` the parts of
-the content without a plain form) and `record.msgpack` or `frame.bin` (the content); it appears in one rename.
+the content without a plain form) and `record.msgpack` (the content); it appears in one rename.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from typing import Any
 
 import msgspec
 
-from moerl.contract.demands import demand_type, shown
+from moerl.contract.demands import demand, demand_type, shown
 from moerl.contract.files import write_folder, writing
-from moerl.contract.frame import DEFAULT_LIMITS, WireLimits
 from moerl.contract.invariants import check_versions
 from moerl.contract.plain import from_plain, safe_repr, to_plain
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
-from moerl.contract.wire import check_spec_agrees, decode_records
+from moerl.contract.wire import check_spec_agrees
 from moerl.errors import ContractError
 from moerl.reading import open_regular, read_json
 
@@ -37,7 +36,7 @@ _REQUIRED = tuple(
     for name, field in _FIELDS.items()
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 )
-_IDENTITY = ("rollout_id", "engine_id", "policy_version", "trainer_version")
+_CONTENT = "record.msgpack"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Quarantine:
         folder: Folder of refused records; made when the first is written.
         max_rate: Largest tolerated share of refused records, in [0, 1].
         min_records: Records to see before the rate is judged, at least 1.
-        spec: The trainer's model. Records of another are refused; needed for `admit_frame`.
+        spec: The trainer's model. Records of another are refused; None looks at no model.
 
     Attributes:
         first_refusal: Reason for which the first record since the last `expect` was refused; empty if none was.
@@ -106,19 +105,15 @@ class Quarantine:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
         """
         with self._lock:
-            trajectory = self._admit_or_keep(record, trainer_version)
+            try:
+                trajectory = self._check(record, trainer_version)
+            except ContractError as error:
+                self.refuse(record, error, trainer_version=trainer_version)
+                return None
+            self._admitted.add(record.rollout_id)
+            self.num_admitted += 1
             self._judge_rate()
             return trajectory
-
-    def _admit_or_keep(self, record: RolloutRecord, trainer_version: int) -> Trajectory | None:
-        try:
-            trajectory = self._check(record, trainer_version)
-        except ContractError as error:
-            self._keep_record(record, error, trainer_version)
-            return None
-        self._admitted.add(record.rollout_id)
-        self.num_admitted += 1
-        return trajectory
 
     def admit_episode(
         self, episode_id: str, records: Sequence[RolloutRecord], *, trainer_version: int
@@ -133,15 +128,13 @@ class Quarantine:
             self._expected.update(record.rollout_id for record in records)
             try:
                 trajectories = [self._check(record, trainer_version) for record in records]
+                if episode_id in self._admitted:
+                    raise _duplicate(episode_id)
             except ContractError as error:
                 self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
                 return None
             finally:
                 self._expected.difference_update({record.rollout_id for record in records} - {episode_id})
-            if episode_id in self._admitted:
-                error = _duplicate(episode_id)
-                self.refuse_episode(episode_id, records, error, trainer_version=trainer_version)
-                return None
             self._admitted.add(episode_id)
             self.num_admitted += len(records)
             return trajectories
@@ -171,8 +164,7 @@ class Quarantine:
         with self._lock:
             self._admitted.discard(record.rollout_id)
             self.num_admitted -= 1
-            self._keep_record(record, error, trainer_version)
-            self._judge_rate()
+            self.refuse(record, error, trainer_version=trainer_version)
 
     def refuse(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
         """Keeps aside a record that its collector found wrong before it could be admitted.
@@ -214,38 +206,12 @@ class Quarantine:
         self.num_admitted = counters.get("admitted", 0)
         self.counts = Counter({reason: n for reason, n in counters.items() if reason != "admitted"})
 
-    def admit_frame(
-        self, frame: bytes, engine_id: str, *, trainer_version: int, limits: WireLimits = DEFAULT_LIMITS
-    ) -> list[Trajectory]:
-        """Returns the admitted trajectories of a frame. A frame that cannot be read is kept whole and counts as one
-        record.
-
-        Raises:
-            ContractError: `quarantine_rate_exceeded`; everything refused is on disk by then.
-        """
-        if self.spec is None:
-            raise ValueError("admit_frame needs the trainer's spec: Quarantine(..., spec=...)")
-        try:
-            records = decode_records(frame, spec=self.spec, limits=limits)
-        except ContractError as error:
-            facts = {
-                "rollout_id": "",
-                "engine_id": engine_id,
-                "policy_version": None,
-                "trainer_version": trainer_version,
-                "incomplete": [],
-            }
-            self._keep(error, facts, "frame.bin", frame)
-            records = []
-        admitted = [self._admit_or_keep(record, trainer_version) for record in records]
-        # Judged last: the records behind the one that exceeds the rate are looked at and kept as well.
-        self._judge_rate()
-        return [trajectory for trajectory in admitted if trajectory is not None]
-
     def _check(self, record: RolloutRecord, trainer_version: int) -> Trajectory:
-        _check_field_names(record.values)
-        _check_identity(record)
-        self._check_expected(record.rollout_id)
+        _check_form(record)
+        if record.rollout_id in self._admitted:
+            raise _duplicate(record.rollout_id)
+        is_expected, wanted = record.rollout_id in self._expected, "the id of a rollout that was requested"
+        demand(is_expected, Reason.ROLLOUT_UNREQUESTED, "rollout_id", shown(record.rollout_id), wanted)
         return self._checked(record, trainer_version)
 
     def read(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory:
@@ -254,8 +220,7 @@ class Quarantine:
         Raises:
             ContractError: it breaks the contract.
         """
-        _check_field_names(record.values)
-        _check_identity(record)
+        _check_form(record)
         return self._checked(record, trainer_version)
 
     def _checked(self, record: RolloutRecord, trainer_version: int) -> Trajectory:
@@ -265,53 +230,36 @@ class Quarantine:
         check_versions(trajectory, trainer_version)
         return trajectory
 
-    def _check_expected(self, rollout_id: str) -> None:
-        if rollout_id in self._admitted:
-            raise _duplicate(rollout_id)
-        if rollout_id not in self._expected:
-            raise ContractError(
-                Reason.ROLLOUT_UNREQUESTED,
-                field="rollout_id",
-                seen=shown(rollout_id),
-                expected="the id of a rollout that was requested",
-            )
-
     def _keep_record(
         self, record: RolloutRecord, error: ContractError, trainer_version: int, *, counts: bool = True
     ) -> None:
-        facts: dict[str, Any] = {
-            "rollout_id": record.rollout_id,
-            "engine_id": record.engine_id,
-            "policy_version": record.policy_version,
-            "trainer_version": trainer_version,
-        }
-        content = to_plain(record.values)
-        facts["incomplete"] = content.incomplete
-        self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value), counts=counts)
-        # An id may be any object, also one that takes for ever to write out.
-        if type(record.rollout_id) is str:
-            self._refusals[record.rollout_id] = _refusal(error)
-
-    def _keep(
-        self, error: ContractError, facts: dict[str, Any], name: str, content: bytes, *, counts: bool = True
-    ) -> None:
         """Writes a refused record, then counts it if it `counts`."""
-        identity = {fact: _json(facts[fact]) for fact in _IDENTITY}
+        content, rollout_id = to_plain(record.values), _json(record.rollout_id)
         why = {
-            **facts,
-            **identity,
+            "rollout_id": rollout_id,
+            "engine_id": _json(record.engine_id),
+            "policy_version": _json(record.policy_version),
+            "trainer_version": trainer_version,
+            "incomplete": content.incomplete,
             "reason": str(error.reason),
             "field": error.field,
             "expected": error.expected,
             "seen": error.seen,
-            "content": name,
+            "content": _CONTENT,
         }
-        digest = hashlib.blake2b(str(identity["rollout_id"]).encode(errors="surrogatepass"), digest_size=8)
-        contents = {"record.json": json.dumps(why, indent=2, allow_nan=False).encode(), name: content}
+        digest = hashlib.blake2b(str(rollout_id).encode(errors="surrogatepass"), digest_size=8)
+        contents = {
+            "record.json": json.dumps(why, indent=2, allow_nan=False).encode(),
+            _CONTENT: msgspec.msgpack.encode(content.value),
+        }
         with writing(self.folder):
             write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
-        self.counts[str(error.reason)] += int(counts)
-        self.first_refusal = self.first_refusal or f"{error.reason} in {error.field}, {error.seen}"
+        refusal = _refusal(error)
+        self.counts[refusal.reason] += int(counts)
+        self.first_refusal = self.first_refusal or refusal.text
+        # An id may be any object, also one that takes for ever to write out.
+        if type(record.rollout_id) is str:
+            self._refusals[record.rollout_id] = refusal
 
     def _judge_rate(self) -> None:
         if self.num_seen >= self.min_records and self.rate > self.max_rate:
@@ -325,14 +273,20 @@ class Quarantine:
             )
 
 
-def _check_identity(record: RolloutRecord) -> None:
+def _check_form(record: RolloutRecord) -> None:
+    """Refuses names of fields that a trajectory does not have or that are missing, and another rollout's lineage."""
+    demand_type(record.values, dict, "values")
+    for name in record.values:
+        if type(name) is not str or name not in _FIELDS:
+            raise ContractError(Reason.UNKNOWN_FIELD, field="values", seen=shown(name), expected=list(_FIELDS))
+    for name in _REQUIRED:
+        if name not in record.values:
+            raise ContractError(Reason.MISSING_FIELD, field=name, seen=sorted(record.values), expected=list(_REQUIRED))
     rollout_id, lineage = record.rollout_id, record.values["lineage"]
     demand_type(rollout_id, str, "rollout_id")
     seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
-    if type(seen) is not str or seen != rollout_id:
-        raise ContractError(
-            Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
-        )
+    agrees = type(seen) is str and seen == rollout_id
+    demand(agrees, Reason.ROLLOUT_ID_DISAGREES, "lineage.rollout_id", shown(seen), shown(rollout_id))
 
 
 def _refusal(error: ContractError) -> Refusal:
@@ -346,26 +300,13 @@ def _duplicate(rollout_id: str) -> ContractError:
 
 
 def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
-    """Returns one refused record: its `record.json`, and its content with arrays restored (bytes for a frame)."""
+    """Returns one refused record: its `record.json`, and its content with arrays restored."""
     why = read_json(folder / "record.json")
-    with open_regular(folder / why["content"]) as file:
-        content = file.read()
-    if why["content"] == "frame.bin":
-        return why, content
-    return why, from_plain(msgspec.msgpack.decode(content))
+    with open_regular(folder / _CONTENT) as file:
+        return why, from_plain(msgspec.msgpack.decode(file.read()))
 
 
 def _json(fact: object) -> object:
     """Returns an id or a version as JSON has it; anything else, and what JSON cannot write as a number, as text."""
     is_plain = fact is None or type(fact) is str or (type(fact) is int and fact.bit_length() < 64)
     return fact if is_plain else safe_repr(fact)
-
-
-def _check_field_names(values: Mapping[str, Any]) -> None:
-    demand_type(values, dict, "values")
-    for name in values:
-        if type(name) is not str or name not in _FIELDS:
-            raise ContractError(Reason.UNKNOWN_FIELD, field="values", seen=shown(name), expected=list(_FIELDS))
-    for name in _REQUIRED:
-        if name not in values:
-            raise ContractError(Reason.MISSING_FIELD, field=name, seen=sorted(values), expected=list(_REQUIRED))

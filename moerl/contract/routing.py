@@ -47,35 +47,20 @@ def shared_key(key: int) -> int:
     return int(mix(np.array([key], np.uint64))[0])
 
 
-def routing_checksums(
-    key: int,
-    expert_ids: NDArray[np.uint8] | NDArray[np.uint16],
-    routed: NDArray[np.bool_] | None = None,
-    *,
-    first: int = 0,
-) -> NDArray[np.uint64]:
-    """Returns the checksum per MoE layer of one trajectory, or of a part of its rows.
-
-    Args:
-        key: `rollout_key` of the trajectory.
-        expert_ids: [rows, L, K], row t at token position `first` + t.
-        routed: bool [rows]; rows that count. None counts all.
-
-    Returns:
-        uint64 [L].
-    """
-    everywhere = np.ones(len(expert_ids), np.bool_)
-    return summed_checksums([key], [first], [expert_ids], [everywhere if routed is None else routed])
-
-
 def summed_checksums(
     keys: Sequence[int],
     firsts: Sequence[int],
     expert_ids: Sequence[NDArray[Any]],
     routed: Sequence[NDArray[np.bool_]],
 ) -> NDArray[np.uint64]:
-    """Returns the sum of `routing_checksums(key, expert_ids, routed, first=first)` over sequences, at least one: uint64
-    [L]."""
+    """Returns the checksum per MoE layer of sequences, at least one, or of parts of their rows: uint64 [L].
+
+    Args:
+        keys: `rollout_key` of each.
+        firsts: token position of the first row of each.
+        expert_ids: [rows, L, K] of each.
+        routed: bool [rows] of each; rows that count.
+    """
     lengths = [len(each) for each in expert_ids]
     starts = np.cumsum([0, *lengths[:-1]])
     counted = np.concatenate(routed).nonzero()[0]
@@ -94,7 +79,7 @@ def summed_checksums(
 def row_checksums(
     key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], *, first: int = 0
 ) -> NDArray[np.uint64]:
-    """Returns uint64 [rows, L]: the share of every row in `routing_checksums`, of one trajectory."""
+    """Returns uint64 [rows, L]: the share of every row in `summed_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
     out = np.empty((num_rows, num_layers), np.uint64)
     for rows, sums in _row_sums(_salts(np.uint64(key), np.arange(first, first + num_rows)), expert_ids):

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
-from moerl.contract.kept import take_kept_sets
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ReplayError
@@ -69,7 +68,7 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
         scores={name: values[rows] for name, values in batch.scores.items()},
         expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
         routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
-        kept=take_kept_sets(batch.kept, rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
+        kept=batch.kept.take(rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
     )
     if layout.is_last_stage:
         return share

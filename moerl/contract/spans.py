@@ -62,19 +62,13 @@ def turn_numbers(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int64]]:
 
 def spans_of(
     trajectory: Trajectory, decode: Callable[[Sequence[int]], str], ends: Collection[int]
-) -> list[ReadableSpan]:
-    """Returns the spans of a trajectory, in order.
+) -> Iterator[ReadableSpan]:
+    """Yields the spans of a trajectory, in order.
 
     Args:
         decode: returns the text of ids.
         ends: ids that end a turn.
     """
-    return [*_spans(trajectory, decode, ends)]
-
-
-def _spans(
-    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], ends: Collection[int]
-) -> Iterator[ReadableSpan]:
     ids, number = trajectory.token_ids.tolist(), 0
     for turn in trajectory.turns:
         start, end = turn.start, turn.end

@@ -150,18 +150,15 @@ class Trainer(Protocol):
 
     def profile(self, step: int) -> None:
         """Has rank 0 record a trace of this step from now on; 0 ends the trace and writes it."""
-        ...
 
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
         """Builds the policy of a stage from a Hugging Face directory, in place of the one before.
 
         engine: receives the weights that `publish` brings; None for a stage without an engine.
         """
-        ...
 
     def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
         """Hands over a batch: per minibatch one frame for each rank (`moerl.contract.batch_wire`)."""
-        ...
 
     def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
         """Runs a forward-only pass. full: score over the full vocabulary, too."""
@@ -192,7 +189,6 @@ class Trainer(Protocol):
         Args:
             stage: copy the state for a `save` before the next update now, while the weights are on the devices.
         """
-        ...
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         """Begins to bring the weights to the engine.
@@ -210,21 +206,16 @@ class Trainer(Protocol):
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
         """Begins a checkpoint, which the ranks write while training goes on. corrupt: older ones that do not count as
         kept."""
-        ...
 
     def poll_save(self, *, wait: bool = False) -> None:
         """Raises `CheckpointError` if the checkpoint in flight failed. With `wait` no checkpoint is in flight
         afterwards."""
-        ...
 
     def restore(self, checkpoint: Path) -> None:
         """Loads weights, optimizer and random state of a checkpoint."""
-        ...
 
     def export(self, folder: Path, like: Path) -> None:
         """Writes the weights as a Hugging Face directory, with config and tokenizer of `like`."""
-        ...
 
     def rewrite(self, model: Path, checkpoint: Path, folder: Path) -> None:
         """Writes the weights of a checkpoint of the SFT stage as a Hugging Face directory."""
-        ...

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from moerl.contract.array_codec import (
     array_bytes,
@@ -222,7 +223,7 @@ def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAUL
     if message.trajectories:
         if message.spec is None:
             raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen="none", expected=spec)
-        check_spec_agrees(ModelSpec(**msgspec.structs.asdict(message.spec)), spec)
+        check_spec_agrees(ModelSpec(**asdict(message.spec)), spec)
     records: list[RolloutRecord] = []
     for item in message.trajectories:
         values = _values(item, rest, spec)
@@ -303,11 +304,6 @@ def _turn_message(turn: Turn) -> TurnMessage:
     return TurnMessage(start=int(turn.start), end=int(turn.end), kind=turn.kind, sampling=sampling)
 
 
-def _turn(message: TurnMessage) -> Turn:
-    sampling = message.sampling and SamplingParams(**msgspec.structs.asdict(message.sampling))
-    return Turn(message.start, message.end, message.kind, sampling)
-
-
 def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpec) -> dict[str, Any]:
     """Returns `Trajectory` field values by name, from a message whose array lengths all agree; does not check content.
 
@@ -323,14 +319,17 @@ def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpe
     demand(few, Reason.TURNS_DO_NOT_COVER, "turns", f"{num_turns} turns", most)
     # First of all: its length proves `num_tokens`, on which everything below spends memory.
     token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
-    offsets = np.zeros(num_tokens + 1, np.int64)
-    np.cumsum(read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes"), out=offsets[1:])
+    sizes = read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes")
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
     num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
     return {
         "spec": spec,
-        "lineage": Lineage(**msgspec.structs.asdict(message.lineage)),
-        "turns": tuple(_turn(turn) for turn in message.turns),
+        "lineage": Lineage(**asdict(message.lineage)),
+        "turns": tuple(
+            Turn(each.start, each.end, each.kind, each.sampling and SamplingParams(**asdict(each.sampling)))
+            for each in message.turns
+        ),
         "token_ids": token_ids,
         "sampled": read_flags(message.sampled, num_tokens, "sampled"),
         "rollout_logprobs": read_array(message.rollout_logprobs, np.float32, num_tokens, "rollout_logprobs"),

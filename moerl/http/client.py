@@ -1,4 +1,5 @@
-"""Answers over HTTP, as they came over the wire: the one reader of them. Any process; runs in the caller's event loop.
+"""Answers over HTTP, as they came over the wire: the one reader of them. Any process; runs in the caller's event loop,
+or with a `BlockingClient` in a thread of its own.
 
 Whoever answers is not trusted. A compressed answer would pass every limit, as 131 KB of zstd make 4 GiB: we ask for
 none, refuse one before its first byte is looked at, and never expand any. Bytes, time and headers are limited, no
@@ -12,6 +13,7 @@ import contextlib
 import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cache
 from typing import Self, TypedDict
@@ -24,6 +26,7 @@ from yarl import URL
 
 from moerl.errors import MoerlError
 from moerl.http.keys import Key
+from moerl.processes.loop_thread import LoopThread
 from moerl.telemetry.terminal import excerpt
 
 MAX_SAID_BYTES = 1 << 16
@@ -72,19 +75,16 @@ class Request:
 
 
 class HttpAnswer:
-    """The answer to a request, which comes piece by piece."""
+    """The answer to a request, which comes piece by piece.
+
+    Attributes:
+        status: HTTP status.
+        headers: by name, in capitals or small letters; the texts may be anything, the request's key, too.
+    """
 
     def __init__(self, request: Request, response: aiohttp.ClientResponse) -> None:
         self._request, self._response = request, response
-
-    @property
-    def status(self) -> int:
-        return self._response.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Returns headers by name, in capitals or small letters; the texts may be anything, the request's key, too."""
-        return self._response.headers
+        self.status, self.headers = response.status, response.headers
 
     async def read(self, max_bytes: int) -> bytes:
         """Returns the body; if the status is not 200, only its first `MAX_SAID_BYTES` and a little more.
@@ -216,6 +216,54 @@ class HttpClient:
                 max_field_size=_MAX_HEADER_BYTES,
             )
         return self._session
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer to its last byte."""
+
+    status: int
+    """HTTP status."""
+    content: bytes
+    """Body as it came; of a status other than 200 only its beginning."""
+    headers: Mapping[str, str]
+    """By name, in capitals or small letters; the texts may be anything, the request's key, too."""
+
+
+class BlockingClient:
+    """Connections to an address, for several threads, which wait for their answers. The event loop runs in
+    a thread of its own until `close`.
+
+    Args:
+        max_connections, uses_proxies: As of `HttpClient`.
+    """
+
+    def __init__(self, *, max_connections: int, uses_proxies: bool = False) -> None:
+        self._client = HttpClient(max_connections=max_connections, uses_proxies=uses_proxies)
+        self._loop = LoopThread("http")
+
+    def ask(self, request: Request, max_bytes: int, seconds: float) -> WholeAnswer:
+        """Returns the answer to one attempt.
+
+        Args:
+            max_bytes: the longest answer that can be one.
+            seconds: from sending the request to the last byte of its answer.
+
+        Raises:
+            NoAnswerError: There is no answer, it is too long, or it does not end in time.
+        """
+        try:
+            return self._loop.start(self._ask(request, max_bytes, seconds)).result()
+        except CancelledError:
+            raise given_up(request) from None
+
+    async def _ask(self, request: Request, max_bytes: int, seconds: float) -> WholeAnswer:
+        async with self._client.ask(request, seconds) as answer:
+            return WholeAnswer(answer.status, await answer.read(max_bytes), answer.headers)
+
+    def close(self) -> None:
+        """Ends requests under way, which raise `NoAnswerError`, as those that come later do."""
+        self._loop.close(self._client.close)
 
 
 def decoded[T](content: bytes, decode: Callable[[bytes], T]) -> T:

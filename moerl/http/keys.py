@@ -37,6 +37,9 @@ class Key:
     Args:
         value: 1 to 4096 printable ASCII characters without blanks.
 
+    Attributes:
+        headers: the header that holds the key.
+
     Raises:
         ValueError: The value is something else.
     """
@@ -44,17 +47,12 @@ class Key:
     def __init__(self, value: str) -> None:
         if _KEY.fullmatch(value) is None:
             raise ValueError("a key that cannot be one")
-        self._value = value
+        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {value}"}
         self._pieces = {piece for form in _forms(value) for piece in _pieces(form.lower())}
         self._sizes = {len(piece) for piece in self._pieces}
 
     def __repr__(self) -> str:
         return "Key()"
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Returns the header that holds the key."""
-        return {"Authorization": f"Bearer {self._value}"}
 
     def hide(self, text: str) -> str:
         """Returns the text with `HIDDEN` in place of the key, and of any `PIECE` characters of it in a row.

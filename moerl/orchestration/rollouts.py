@@ -293,7 +293,7 @@ class Collector:
         """Returns the spans of each trajectory, with their texts; None unless one is of an episode in several turns."""
         if not any(map(is_of_episode, trajectories)):
             return None
-        return [spans_of(trajectory, self._decode, self.ends) for trajectory in trajectories]
+        return [[*spans_of(trajectory, self._decode, self.ends)] for trajectory in trajectories]
 
     def _encode(self, text: str) -> list[int]:
         with self._decoding:

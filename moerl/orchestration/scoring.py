@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.scoring import TokenScorer
+from moerl.contract.ports import TokenScorer
 from moerl.contract.tokenizer import Tokenizer
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError, closing, undoing

@@ -36,16 +36,15 @@ class Admission:
 
     Args:
         host: address to listen at, on a free port.
-        admit: called with a connection and the caller's first words, in its thread; OSError refuses the caller.
-        num_bytes: most bytes of the first words; 0 = there are none.
+        admit: called with the connection of a caller, in its thread; OSError refuses the caller.
 
     Attributes:
         key: 32 random bytes that callers have to know; made here.
         port: that it listens at.
     """
 
-    def __init__(self, host: str, admit: Callable[[Connection, bytes], None], num_bytes: int = 0) -> None:
-        self._admit, self._num_bytes = admit, num_bytes
+    def __init__(self, host: str, admit: Callable[[Connection], None]) -> None:
+        self._admit = admit
         self.key = secrets.token_bytes(32)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_HANDSHAKES)
@@ -116,13 +115,12 @@ class Admission:
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
-            words = connection.recv_bytes(self._num_bytes) if self._num_bytes else b""
             with self._lock:
                 was_heard = self._heard.pop(number, None) is not None and not self._is_closed
             if not was_heard:
                 raise ConnectionAbortedError("it took too long")
             connection.send_bytes(_LET_IN)
-            self._admit(connection, words)
+            self._admit(connection)
         except (AuthenticationError, OSError, EOFError, ValueError):
             # The caller is a stranger, or gone.
             connection.close()
@@ -130,12 +128,11 @@ class Admission:
             self._forget(number, caller)
 
 
-def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECONDS, words: bytes = b"") -> Connection:
+def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECONDS) -> Connection:
     """Returns a connection to an `Admission`.
 
     Args:
         seconds: longest time until the connection is accepted, and of each message of the handshake.
-        words: first words for the listener.
 
     Raises:
         OSError: nobody listens there, or it takes too long.
@@ -145,7 +142,7 @@ def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECOND
     until = time.monotonic() + seconds
     while True:
         try:
-            return _connect(host, port, key, seconds, words)
+            return _connect(host, port, key, seconds)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             # The listener had to make room for others.
             if time.monotonic() > until:
@@ -153,7 +150,7 @@ def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECOND
             time.sleep(_PAUSE_SECONDS)
 
 
-def _connect(host: str, port: int, key: bytes, seconds: float, words: bytes) -> Connection:
+def _connect(host: str, port: int, key: bytes, seconds: float) -> Connection:
     with socket.create_connection((host, port), timeout=seconds) as connected:
         connected.settimeout(None)
         _limit_receiving(connected, seconds)
@@ -161,8 +158,6 @@ def _connect(host: str, port: int, key: bytes, seconds: float, words: bytes) -> 
         try:
             answer_challenge(connection, key)
             deliver_challenge(connection, key)
-            if words:
-                connection.send_bytes(words)
             # The answer shows that the listener did not have to make room.
             connection.recv_bytes(len(_LET_IN))
             _limit_receiving(connected, 0.0)

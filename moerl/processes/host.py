@@ -146,13 +146,8 @@ def end_guarded(process: Process, status: Callable[[], bytes]) -> None:
         # Perhaps something killed a guard: the other one ends all, or nobody is left to end the command's group.
         guard, _, command = status().partition(b"\n")[0].partition(b" ")
         if guard.isdigit():
-            _wait_for_guard(int(guard))
+            with contextlib.suppress(OSError), open(os.pidfd_open(int(guard)), "rb") as handle:
+                select.select([handle], [], [], EXIT_SECONDS)
         if command.isdigit():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(command), signal.SIGKILL)
-
-
-def _wait_for_guard(pid: int) -> None:
-    """Waits until the second guard has ended, `EXIT_SECONDS` at most."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
-        select.select([process], [], [], EXIT_SECONDS)

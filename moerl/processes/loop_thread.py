@@ -18,24 +18,22 @@ class LoopThread:
 
     Args:
         name: of the thread.
+
+    Attributes:
+        is_closed: True once `close` was called.
     """
 
     def __init__(self, name: str) -> None:
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self.is_closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        """True once `close` was called."""
-        return self._is_closed
 
     def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begins `work` in the loop and returns what will hold its result; cancelled if the loop is closed, or is
         before the work ends."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         refused: Future[T] = Future()
@@ -46,7 +44,7 @@ class LoopThread:
     def call(self, function: Callable[..., object], *values: object) -> None:
         """Calls a function in the loop soon; never if the loop is closed."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._loop.call_soon_threadsafe(function, *values)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -54,9 +52,9 @@ class LoopThread:
 
         Raises what `last` raises, once the thread has ended."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
         try:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
         finally:

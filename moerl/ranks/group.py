@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moerl.config.ranks import RankConfig
 from moerl.contract import commands
-from moerl.contract.commands import AnyCommand, Array
+from moerl.contract.commands import AnyCommand
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trainer import DeviceUse, PassReport, Stage, Traced, sum_reports
@@ -65,10 +65,10 @@ class TrainerGroup:
         return self._report(commands.Prepare(minibatch, prove))
 
     def step(self, minibatch: int, *, prove: bool, advantages: NDArray[np.float32] | None = None) -> PassReport:
-        return self._report(commands.Step(minibatch, prove, None if advantages is None else Array.of(advantages)))
+        return self._report(commands.Step(minibatch, prove, advantages))
 
     def trace(self, microbatch: int) -> Traced:
-        tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(commands.Trace(microbatch))]
+        tables = [reply.tables for reply in self._ranks.ask(commands.Trace(microbatch))]
         recorded = [each[1] for each in tables if len(each) > 1]
         return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
 
@@ -104,5 +104,4 @@ class TrainerGroup:
             updates.close()
 
     def _report(self, command: AnyCommand) -> PassReport:
-        reports = [reply.report.report() for reply in self._ranks.ask(command) if reply.report is not None]
-        return sum_reports(reports)
+        return sum_reports([reply.report for reply in self._ranks.ask(command) if reply.report is not None])

@@ -12,8 +12,7 @@ import socket
 import sys
 import traceback
 
-from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_command, encode
-from moerl.contract.failure import Failure
+from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
 from moerl.errors import MoerlError
 from moerl.machine.torch_start import before_torch
 from moerl.printable import printable

@@ -19,7 +19,7 @@ from moerl.config.ranks import RankConfig, rank_threads
 from moerl.contract import commands
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
-from moerl.contract.commands import AnyCommand, Array, RankPassReport, Reply
+from moerl.contract.commands import AnyCommand, Reply
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine
@@ -108,13 +108,13 @@ class Worker:
                 self._minibatches[command.number :] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
             case commands.Score():
                 with profiling.named("scoring"):
-                    return Reply(report=RankPassReport.of(self._score(command)))
+                    return Reply(report=self._score(command))
             case commands.Prepare():
                 with profiling.named("scoring"):
-                    return Reply(report=RankPassReport.of(self._prepare(command)))
+                    return Reply(report=self._prepare(command))
             case commands.Step():
                 with profiling.named("training"):
-                    return Reply(report=RankPassReport.of(self._step(command)))
+                    return Reply(report=self._step(command))
             case commands.UseOfDevice():
                 return Reply(device=platform.device_use())
             case commands.Profile() if self._layout.rank > 0:
@@ -124,7 +124,7 @@ class Worker:
             case commands.Profile():
                 self._profiler.begin(command.step)
             case commands.Trace():
-                return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
+                return Reply(tables=tuple(self._trace(command)))
             case commands.Publish() | commands.Hold() | commands.Resend():
                 return self._sync(command)
             case commands.GiveBack():
@@ -272,8 +272,7 @@ class Worker:
             report = self._trained.step(batches, text, enforce=False)
             return self._report(batches, report.rows, report)
         if command.advantages is not None:
-            advantages_B = command.advantages.array()
-            batches = minibatch.batches = [with_advantages(batch, advantages_B) for batch in batches]
+            batches = minibatch.batches = [with_advantages(batch, command.advantages) for batch in batches]
         loss = self._loss(minibatch, command)
         with self._proving(self._trained, batches, minibatch.traces):
             report = self._trained.step(batches, loss, enforce=enforce, prove=command.prove, in_sets=self._in_sets)
@@ -324,19 +323,15 @@ class Worker:
         layout, spec = self._trained.layout, self._trained.spec
         losses = [rows.losses_T for rows in scores if rows.losses_T is not None and layout.tensor_rank == 0]
         loss_sum = sum(float(losses_T.double().sum()) for losses_T in losses) if losses else None
-        rows_RC = local_rows(layout, batches, scores)
+        rows_RC = np.ascontiguousarray(local_rows(layout, batches, scores))
         if step is None:
             none_L, none_LE = np.zeros(0, np.int64), np.zeros((0, spec.num_experts), np.int64)
             return PassReport(rows_RC, loss_sum, 0, none_LE, np.zeros((0, len(STATISTICS))), none_L)
-        return PassReport(
-            rows_RC,
-            loss_sum,
-            step.rows_verified,
-            step.expert_load_LE.cpu().numpy(),
-            step.agreement_LS.cpu().numpy(),
-            step.live_rows_L.cpu().numpy(),
-            step.update,
+        # Copies: on a CPU the tensors would share their memory with the report of a rank in the controller's process.
+        load_LE, agreement_LS, live_rows_L = (
+            each.cpu().numpy().copy() for each in (step.expert_load_LE, step.agreement_LS, step.live_rows_L)
         )
+        return PassReport(rows_RC, loss_sum, step.rows_verified, load_LE, agreement_LS, live_rows_L, step.update)
 
     # --- proofs that failed ------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class BucketReceiver:
         self._taking, self._lock = threading.Lock(), threading.Lock()
         self._sockets: list[socket.socket] = []
         self._is_closed = False
-        self._admission = Admission(host, lambda connection, _: self._admit(connection))
+        self._admission = Admission(host, self._admit)
         self.address = ReceiverAddress(host, self._admission.port, self._admission.key, shares_memory)
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ class Recorder(Protocol):
 
     def wait(self) -> None:
         """Waits until the device has done all that it was given."""
-        ...
 
 
 class Unrecorded:

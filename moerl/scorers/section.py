@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from moerl.contract.scoring import TokenScorer
+from moerl.contract.ports import TokenScorer
 from moerl.sections import Section
 
 ScorerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,31}$")]

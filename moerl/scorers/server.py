@@ -19,8 +19,7 @@ from pydantic import Field
 
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ScoreError, closing
-from moerl.http.blocking import BlockingClient
-from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
+from moerl.http.client import BlockingClient, NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
 from moerl.scorers.section import ScorerSection
 from moerl.sections import CountOrZero, FilePath, HttpAddress, Positive

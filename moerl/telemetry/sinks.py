@@ -25,15 +25,12 @@ class MetricSink(Protocol):
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one row. Raises `ValueError` for a stage or metric that is not registered."""
-        ...
 
     def sync(self) -> None:
         """Returns when every row is on disk; called before a checkpoint counts as saved."""
-        ...
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
         """Drops the rows after `step` of `stage` (sft or rl); without `evaluated`, that of its evaluation, too."""
-        ...
 
     def close(self) -> None: ...
 

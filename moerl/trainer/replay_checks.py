@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moerl.contract.array_checks import rows_are_distinct
 from moerl.contract.batch import Microbatch
-from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import UnprovedError

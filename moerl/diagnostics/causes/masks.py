@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.fields import KeptSets
-from moerl.contract.kept import take_kept_sets
 from moerl.diagnostics.causes.faults import CHANCE, FEW, OVER_FLOOR, Fault, Ground, applied, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Change, Repair
 from moerl.diagnostics.dumps.rollout import DumpedRollout
@@ -78,7 +77,7 @@ def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:
     has_set = rollout.sampled & (at >= 0) & (at < len(rollout))
     # One more row, which lists nothing.
     longer = KeptSets(np.append(rollout.kept.offsets, rollout.kept.offsets[-1]), rollout.kept.ids)
-    return replace(rollout, kept=take_kept_sets(longer, np.where(has_set, at, len(rollout))))
+    return replace(rollout, kept=longer.take(np.where(has_set, at, len(rollout))))
 
 
 def with_tokens(rollout: DumpedRollout) -> DumpedRollout:

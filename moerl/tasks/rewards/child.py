@@ -76,11 +76,9 @@ class ChildProcess(Protocol):
 
     def end(self) -> None:
         """Starts to end the process and all that it has started; does not wait. Its owner still has to call `kill`."""
-        ...
 
     def kill(self) -> None:
         """Ends the process and all that it has started, and waits for that. Does nothing if it was killed before."""
-        ...
 
 
 class RewardChild:

@@ -13,8 +13,7 @@ import msgspec
 
 from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
-from moerl.http.blocking import BlockingClient
-from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
+from moerl.http.client import BlockingClient, NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
 from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, Rewards
 from moerl.tasks.rewards.section import FIELD, JudgeReward

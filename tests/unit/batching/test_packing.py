@@ -13,6 +13,7 @@ from factories import FULL, NUCLEUS, SPEC, Layout, make_from_layout, make_trajec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_samples import sample, text
+from routing_sums import routing_checksums
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import (
@@ -25,7 +26,7 @@ from moerl.batching.packing import (
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import ParallelDims
-from moerl.contract.routing import rollout_key, routing_checksums
+from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import KeptSets, ModelSpec, SamplingParams, TurnKind
 
 HOT = SamplingParams(temperature=1.3, top_p=0.7, top_k=5)

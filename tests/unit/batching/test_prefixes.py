@@ -11,6 +11,7 @@ from factories import FULL, NUCLEUS, SPEC, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_samples import fork_of, with_prompt_of
+from routing_sums import routing_checksums
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, packing_metrics
@@ -19,7 +20,7 @@ from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.reasons import Reason
-from moerl.contract.routing import rollout_key, routing_checksums, shared_key
+from moerl.contract.routing import rollout_key, shared_key
 from moerl.errors import ContractError
 
 

@@ -1,22 +1,19 @@
 """Quarantine: admitted, or kept whole with the reason; never dropped, never repaired."""
 
 import dataclasses
-import struct
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from factories import SPEC, make_trajectory
-from quarantine_records import RNG, broken, gate, only_entry, record
+from factories import SPEC
+from quarantine_records import broken, gate, only_entry, record
 
 from moerl.contract import files as files_module
-from moerl.contract.frame import FrameKind, pack_frame, unpack_frame
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Lineage, Trajectory
-from moerl.contract.wire import encode_trajectories
 from moerl.errors import ContractError, MoerlError
 
 
@@ -146,43 +143,6 @@ def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monk
     with pytest.raises(MoerlError, match="read-only"):
         gate(tmp_path, "r0").admit(broken(), trainer_version=3)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_good_records_of_a_frame_are_admitted_and_bad_ones_kept(tmp_path: Path):
-    sent = [make_trajectory(RNG, rollout_id=f"r{i}", rewards={"reward": 0.125}) for i in range(3)]
-    payload = unpack_frame(encode_trajectories(sent), FrameKind.TRAJECTORIES)
-    pieces = payload.split(struct.pack(">d", 0.125))
-    broken_payload = struct.pack(">d", 0.125).join(pieces[:2]) + struct.pack(">d", np.nan) + pieces[2]
-    broken_payload += struct.pack(">d", 0.125) + pieces[3]
-    frame = pack_frame([broken_payload], len(payload), FrameKind.TRAJECTORIES)
-    quarantine = gate(tmp_path, "r0", "r1", "r2", spec=SPEC)
-    admitted = quarantine.admit_frame(frame, "engine-7", trainer_version=3)
-    assert [t.lineage.rollout_id for t in admitted] == ["r0", "r2"]
-    why, content = read_quarantined(only_entry(tmp_path))
-    assert (why["rollout_id"], why["reason"]) == ("r1", "value_not_finite")
-    assert content["expert_ids"].tobytes() == sent[1].expert_ids.tobytes()
-
-
-def test_a_frame_that_cannot_be_read_is_kept_as_bytes(tmp_path: Path):
-    frame = encode_trajectories([make_trajectory(RNG)])[:-3]
-    quarantine = gate(tmp_path, "r0", spec=SPEC)
-    assert quarantine.admit_frame(frame, "engine-7", trainer_version=3) == []
-    why, content = read_quarantined(only_entry(tmp_path))
-    assert (why["reason"], why["engine_id"]) == ("frame_truncated", "engine-7")
-    assert content == frame
-
-
-def test_every_record_of_a_frame_is_kept_when_the_rate_is_exceeded(tmp_path: Path):
-    frame = encode_trajectories([make_trajectory(RNG, rollout_id=f"r{i}") for i in range(4)])
-    quarantine = gate(tmp_path, max_rate=0.0, min_records=1, spec=SPEC)
-    with pytest.raises(ContractError, match="quarantine_rate_exceeded"):
-        quarantine.admit_frame(frame, "engine-7", trainer_version=3)
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_frames_need_the_trainers_spec(tmp_path: Path):
-    with pytest.raises(ValueError, match="spec"):
-        gate(tmp_path).admit_frame(b"", "engine-7", trainer_version=3)
 
 
 @pytest.mark.parametrize(("max_rate", "min_records"), [(-0.1, 1), (1.1, 1), (0.5, 0)])

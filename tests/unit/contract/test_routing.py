@@ -1,8 +1,9 @@
 """Routing checksums: what changes them and what does not."""
 
 import numpy as np
+from routing_sums import routing_checksums
 
-from moerl.contract.routing import rollout_key, routing_checksums
+from moerl.contract.routing import rollout_key
 
 RNG = np.random.default_rng(0)
 EXPERTS = np.ascontiguousarray(RNG.random((40, 3, 16)).argsort(axis=2)[:, :, :4].astype(np.uint8))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
-from moerl.contract.kept import take_kept_sets
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import context_rows, cut_share
 from moerl.contract.trajectory import KeptSets
@@ -175,7 +174,7 @@ def test_kept_sets_are_taken_row_by_row(rows: list[list[int]], data: st.DataObje
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     kept = KeptSets(offsets, np.array([i for row in rows for i in row], np.int32))
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
-    taken = take_kept_sets(kept, np.array(chosen, np.int64))
+    taken = kept.take(np.array(chosen, np.int64))
     assert [kept_of(taken, i) for i in range(len(chosen))] == [rows[i] for i in chosen]
     assert taken.offsets.dtype == np.int64
     assert taken.ids.dtype == np.int32

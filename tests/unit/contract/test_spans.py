@@ -34,7 +34,7 @@ def episode(**changes: Any) -> Trajectory:
 
 def test_each_author_and_each_version_has_a_span_of_its_own() -> None:
     versions = np.array([-1, -1, 3, 3, 3, -1, -1, 3, 4, 4], np.int32)
-    assert spans_of(episode(policy_versions=versions), decode, {END}) == [
+    assert [*spans_of(episode(policy_versions=versions), decode, {END})] == [
         ReadableSpan(PROMPT, 0, -1, 2, False, "10.11."),
         ReadableSpan(SAMPLED, 1, 3, 3, True, "12.13."),
         ReadableSpan(OBSERVATION, 0, -1, 2, False, "20.21."),
@@ -45,7 +45,7 @@ def test_each_author_and_each_version_has_a_span_of_its_own() -> None:
 
 def test_the_tokens_of_a_fork_that_are_its_parents_have_no_text() -> None:
     lineage = Lineage("r~1", "p", "g", "r", "", "r", 1)
-    spans = spans_of(episode(lineage=lineage), decode, {END})
+    spans = [*spans_of(episode(lineage=lineage), decode, {END})]
     assert spans[0] == ReadableSpan("shared", 0, -1, 1, False, "")
     assert spans[1] == ReadableSpan(OBSERVATION, 0, -1, 1, False, "11.")
     assert sum(span.num_tokens for span in spans) == 10
@@ -73,7 +73,7 @@ def test_a_response_of_one_turn_is_no_episode_and_a_session_among_others_is() ->
 
 def test_spans_are_a_column_for_people_and_are_not_read_back(tmp_path: Path) -> None:
     sent = [episode(), make_trajectory(np.random.default_rng(1), rollout_id="r2")]
-    spans = [spans_of(each, decode, {END}) for each in sent]
+    spans = [[*spans_of(each, decode, {END})] for each in sent]
     write_parquet(tmp_path / "d.parquet", sent, spans=spans)
     rows = pq.read_table(tmp_path / "d.parquet").column("spans").to_pylist()
     assert [[ReadableSpan(**span) for span in row] for row in rows] == spans

@@ -15,8 +15,7 @@ from memory import traced
 from multidict import CIMultiDict
 from raw_http import RawServer, whole
 
-from moerl.http.blocking import BlockingClient
-from moerl.http.client import MAX_SAID_BYTES, HttpAnswer, HttpClient, NoAnswerError, Request, decoded
+from moerl.http.client import MAX_SAID_BYTES, BlockingClient, HttpAnswer, HttpClient, NoAnswerError, Request, decoded
 from moerl.http.keys import Key
 
 SECONDS = 60.0

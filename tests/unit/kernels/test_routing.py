@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import AT_LENGTH, INTERPRETED
+from routing_sums import routing_checksums as recorded_checksums
 
 from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import mix as numpy_mix
-from moerl.contract.routing import routing_checksums as recorded_checksums
 from moerl.contract.routing import row_checksums as recorded_rows
 from moerl.kernels import routing
 from moerl.kernels.mixing import mix

@@ -24,20 +24,16 @@ HOST = "127.0.0.1"
 class House:
     """An admission, and who was let in."""
 
-    def __init__(self, num_bytes: int = 0) -> None:
-        self.guests: SimpleQueue[tuple[Connection, bytes]] = SimpleQueue()
-        self.door = Admission(HOST, lambda connection, words: self.guests.put((connection, words)), num_bytes)
+    def __init__(self) -> None:
+        self.guests: SimpleQueue[Connection] = SimpleQueue()
+        self.door = Admission(HOST, self.guests.put)
 
-    def call(self, words: bytes = b"", seconds: float = 30.0) -> Connection:
-        return connect(HOST, self.door.port, self.door.key, seconds=seconds, words=words)
-
-    def greets(self, words: bytes = b"") -> bool:
+    def greets(self) -> bool:
         """A caller who knows the key is let in, and what it says arrives."""
-        with self.call(words) as ours:
+        with connect(HOST, self.door.port, self.door.key, seconds=30.0) as ours:
             ours.send_bytes(b"hello")
-            theirs, first = self.guests.get(timeout=30.0)
-            with theirs:
-                return theirs.recv_bytes() == b"hello" and first == words
+            with self.guests.get(timeout=30.0) as theirs:
+                return theirs.recv_bytes() == b"hello"
 
 
 @pytest.fixture
@@ -122,17 +118,8 @@ def test_a_caller_with_another_key_is_told_so(house: House) -> None:
     assert house.greets()
 
 
-def test_the_first_words_come_with_the_caller_and_are_no_longer_than_agreed() -> None:
-    house = House(num_bytes=4)
-    assert house.greets(b"four")
-    with pytest.raises((EOFError, ConnectionError)):
-        house.call(b"fives", seconds=0.2)
-    assert house.guests.empty()
-    house.door.close()
-
-
 def test_who_is_refused_or_late_is_hung_up_on_and_a_closed_door_lets_nobody_in() -> None:
-    def refuse(connection: Connection, words: bytes) -> None:
+    def refuse(connection: Connection) -> None:
         raise ConnectionRefusedError("no room")
 
     door = Admission(HOST, refuse)

@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from moerl.contract.commands import Close, Reply, decode_command, encode
-from moerl.contract.failure import Failure
+from moerl.contract.commands import Close, Failure, Reply, decode_command, encode
 from moerl.errors import CheckpointError, UnprovedError
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import connected

@@ -8,17 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moerl.contract.commands import (
-    Array,
-    RankPassReport,
-    Reply,
-    Save,
-    Step,
-    decode_command,
-    decode_reply,
-    encode,
-)
-from moerl.contract.failure import Failure
+from moerl.contract.commands import Failure, Reply, Save, Step, decode_command, decode_reply, encode
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport, sum_reports
 from moerl.errors import (
     ConfigError,
@@ -51,7 +41,8 @@ def test_commands_come_out_as_they_went_in():
 
 def test_a_report_survives_the_way_bit_for_bit_also_without_rows():
     for each in (report(0), report(5)):
-        message = msgspec.msgpack.decode(msgspec.msgpack.encode(RankPassReport.of(each)), type=RankPassReport).report()
+        message = decode_reply(encode(Reply(report=each))).report
+        assert message is not None
         for name in ("rows_RC", "load_LE", "agreement_LS", "live_rows_L"):
             np.testing.assert_array_equal(getattr(message, name), getattr(each, name), strict=True)
         assert (message.loss_sum, message.rows_verified, message.update) == (0.5, 3, each.update)
@@ -68,9 +59,9 @@ def test_ranks_without_losses_leave_those_of_others_alone():
     without = replace(report(2), loss_sum=None)
     assert sum_reports([without, report(3), without]).loss_sum == 0.5
     assert sum_reports([without, without]).loss_sum is None
-    assert (
-        msgspec.msgpack.decode(msgspec.msgpack.encode(RankPassReport.of(without)), type=RankPassReport).loss_sum is None
-    )
+    back = decode_reply(encode(Reply(report=without))).report
+    assert back is not None
+    assert back.loss_sum is None
 
 
 def test_what_a_rank_says_of_its_device_comes_out_as_it_went_in():
@@ -79,8 +70,24 @@ def test_what_a_rank_says_of_its_device_comes_out_as_it_went_in():
 
 
 def test_an_array_whose_bytes_do_not_fit_its_shape_is_refused():
+    table = {"dtype": "float32", "shape": (2, 2), "data": b"\0" * 12}
     with pytest.raises(TrainerError, match=r"12 bytes; expected: float32 \(2, 2\)"):
-        Array("float32", (2, 2), b"\0" * 12).array()
+        decode_reply(msgspec.msgpack.encode({"tables": [table]}))
+
+
+def test_arrays_come_out_in_c_order_and_of_their_own_memory():
+    advantages = np.arange(6, dtype=np.float32)[::2]
+    back = decode_command(encode(Step(0, prove=True, advantages=advantages)))
+    assert isinstance(back, Step)
+    assert back.advantages is not None
+    np.testing.assert_array_equal(back.advantages, advantages, strict=True)
+    assert back.advantages.flags.writeable
+    assert back.advantages.flags.c_contiguous
+
+
+def test_an_array_of_another_dtype_is_not_sent():
+    with pytest.raises(TypeError, match="int8"):
+        encode(Reply(tables=(np.zeros(2, np.int8),)))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("kind", [ConfigError, WeightSyncError, ReplayError, MoerlError])

@@ -15,7 +15,6 @@ from ranks import Ranks
 from replay_steps import assert_same_weights
 
 from moerl.contract.batch import Microbatch
-from moerl.contract.kept import take_kept_sets
 from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import attention
 
@@ -66,7 +65,7 @@ def move_sets_by_a_row(batch: Microbatch) -> Microbatch:
     """Each target is in the set of its row all the same: the kernel has nothing to object to."""
     rows, order = listed(batch), np.arange(batch.num_rows)
     order[rows] = np.roll(rows, 1)
-    return with_targets_inside(batch, take_kept_sets(batch.kept, order))
+    return with_targets_inside(batch, batch.kept.take(order))
 
 
 def put_another_id_into_a_set(batch: Microbatch) -> Microbatch:

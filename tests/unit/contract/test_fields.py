@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.contract.kept import concat_kept_sets, slice_kept_sets
 from moerl.contract.trajectory import KeptSets
 
 ROWS = st.lists(st.lists(st.integers(0, 99), unique=True, max_size=5).map(sorted), max_size=8)
@@ -23,7 +22,7 @@ def rows_of(kept: KeptSets) -> list[list[int]]:
 @settings(deadline=None)
 @given(st.lists(ROWS, max_size=4))
 def test_concatenation_keeps_the_rows_in_order(parts: list[list[list[int]]]):
-    joined = concat_kept_sets([kept_sets(rows) for rows in parts])
+    joined = KeptSets.joined([kept_sets(rows) for rows in parts])
     assert rows_of(joined) == [row for rows in parts for row in rows]
     assert (joined.offsets.dtype, joined.ids.dtype) == (np.int64, np.int32)
 
@@ -33,7 +32,7 @@ def test_concatenation_keeps_the_rows_in_order(parts: list[list[list[int]]]):
 def test_a_slice_holds_its_rows_and_starts_at_zero(rows: list[list[int]], data: st.DataObject):
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
-    part = slice_kept_sets(kept_sets(rows), start, stop)
+    part = kept_sets(rows).cut(start, stop)
     assert part.offsets[0] == 0
     assert rows_of(part) == rows[start:stop]
 
@@ -41,4 +40,4 @@ def test_a_slice_holds_its_rows_and_starts_at_zero(rows: list[list[int]], data: 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 1), (1, 0), (0, 3)])
 def test_a_slice_outside_the_rows_is_an_error(start: int, stop: int):
     with pytest.raises(IndexError):
-        slice_kept_sets(kept_sets([[1], [2]]), start, stop)
+        kept_sets([[1], [2]]).cut(start, stop)
