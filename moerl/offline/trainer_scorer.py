@@ -6,12 +6,13 @@ routing is enforced, and proved, by the same hooks as in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
@@ -80,26 +81,19 @@ class TrainerScorer:
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
         scorer = Scorer(batches, keep_mask=True, with_full=True)
         rows = self._trainer.score(batches, scorer, enforce=enforce, in_sets=True)
-        kept = [np.zeros(len(trajectory)) for trajectory in trajectories]
-        full = [np.zeros(len(trajectory)) for trajectory in trajectories]
-        for batch, scores in zip(batches, rows, strict=True):
-            assert scores.full_logprobs_T is not None
-            for index, chosen in rows_of_samples(batch):
-                kept[index][1:] = scores.logprobs_T.double().numpy()[chosen]
-                full[index][1:] = scores.full_logprobs_T.double().numpy()[chosen]
-        sampled = [trajectory.sampled for trajectory in trajectories]
-        return [k[s] for k, s in zip(kept, sampled, strict=True)], [f[s] for f, s in zip(full, sampled, strict=True)]
+
+        def of_sampled(logprobs: Iterable[Tensor | None]) -> list[NDArray[np.float64]]:
+            found = by_sample(batches, [each.double().numpy() for each in logprobs if each is not None])
+            return [each[t.sampled[1:]] for each, t in zip(found, trajectories, strict=True)]
+
+        return of_sampled(row.logprobs_T for row in rows), of_sampled(row.full_logprobs_T for row in rows)
 
     def _own_ids(self, rollouts: Sequence[DumpedRollout]) -> list[NDArray[np.int16]]:
         free = [self._trajectory(replace(rollout, expert_ids=None, routed=None), 1.0) for rollout in rollouts]
         batches = pack_alone(free)
         _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True), in_sets=True)
-        own = [np.zeros(trajectory.expert_ids.shape, np.int16) for trajectory in free]
-        for batch in recorded.batches:
-            assert batch.expert_ids is not None
-            for index, chosen in rows_of_samples(batch):
-                own[index][:] = batch.expert_ids[chosen]
-        return own
+        ids = [batch.expert_ids.astype(np.int16) for batch in recorded.batches if batch.expert_ids is not None]
+        return by_sample(recorded.batches, ids)
 
     def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
         """Makes a trajectory to score a rollout with; the scores do not depend on its log-probs."""
@@ -109,7 +103,7 @@ class TrainerScorer:
         routed = np.zeros(num_tokens - 1, bool)
         expert_ids = np.zeros(shape, spec.expert_dtype)
         if rollout.expert_ids is not None:
-            routed = np.ones(num_tokens - 1, bool) if rollout.routed is None else rollout.routed.copy()
+            routed = rollout.routed_rows.copy()
             expert_ids = np.where(routed[:, None, None], rollout.expert_ids, 0).astype(spec.expert_dtype)
         return Trajectory(
             spec=spec,
@@ -134,10 +128,13 @@ def pack_alone(trajectories: Sequence[Trajectory]) -> list[Microbatch]:
     return pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
 
 
-def rows_of_samples(batch: Microbatch) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yields the index of every sample of a microbatch, with bool [T]: True for its rows."""
-    for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
-        yield index, (batch.sample_index == index) & ~batch.is_pad
+def by_sample[T: np.generic](batches: Sequence[Microbatch], values: Sequence[NDArray[T]]) -> list[NDArray[T]]:
+    """Returns the rows of each sample, in the order of the samples, of values that microbatches have for their rows."""
+    found = dict[int, NDArray[T]]()
+    for batch, rows in zip(batches, values, strict=True):
+        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+            found[index] = rows[(batch.sample_index == index) & ~batch.is_pad]
+    return [found[index] for index in sorted(found)]
 
 
 def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:

@@ -22,7 +22,7 @@ from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, 
 from moerl.errors import ConfigError
 from moerl.machine.model_tensors import check_weights
 from moerl.models.description import ModelDescription, read_model
-from moerl.offline.trainer_scorer import pack_alone, rows_of_samples
+from moerl.offline.trainer_scorer import by_sample, pack_alone
 from moerl.ranks.libraries import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay
 from moerl.trainer import groups, platform
@@ -156,9 +156,8 @@ def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory
     """Returns the log-probs of a trainer that is alone, in one process: float32 [S] each, nats, 0 where not sampled."""
     batches = pack_alone(trajectories)
     scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True, in_sets=True)
-    logprobs = [np.zeros(len(trajectory), np.float32) for trajectory in trajectories]
-    for batch, rows in zip(batches, scores, strict=True):
-        values_T = torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).numpy()
-        for index, chosen in rows_of_samples(batch):
-            logprobs[index][1:] = values_T[chosen]
-    return logprobs
+    logprobs = [
+        torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).float().numpy()
+        for batch, rows in zip(batches, scores, strict=True)
+    ]
+    return [np.insert(found, 0, 0.0) for found in by_sample(batches, logprobs)]
