@@ -92,9 +92,7 @@ class TransformersScorer:
         version: int | None,
     ) -> None:
         self._held, self._description, self._dtype, self._device = held, model, dtype, held.device
-        self.name, self.version, self._vocab_size = name, version, model.spec.vocab_size
-        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
-        self.experts_per_token = model.spec.experts_per_token
+        self.name, self.version, self.spec = name, version, model.spec
 
     @torch.inference_mode()
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
@@ -120,10 +118,10 @@ class TransformersScorer:
     def _pass(
         self, model: Any, routing: EnforcedRouting, rollouts: Sequence[DumpedRollout], question: Question
     ) -> Iterator[Scored]:
-        width = max(map(len, rollouts)) - 1
+        width, spec = max(map(len, rollouts)) - 1, self.spec
         input_ids_BW = torch.zeros(len(rollouts), width, dtype=torch.int64)
-        ids_BWLK = torch.zeros(len(rollouts), width, self.num_moe_layers, self.experts_per_token, dtype=torch.int64)
-        ids_BWLK[:] = torch.arange(self.experts_per_token)
+        ids_BWLK = torch.zeros(len(rollouts), width, spec.num_moe_layers, spec.experts_per_token, dtype=torch.int64)
+        ids_BWLK[:] = torch.arange(spec.experts_per_token)
         routed_BW = torch.zeros(len(rollouts), width, dtype=torch.bool)
         for row, rollout in enumerate(rollouts):
             count = len(rollout) - 1
@@ -144,13 +142,13 @@ class TransformersScorer:
 
     def _chunks(self, head: Any, rollout: DumpedRollout, hidden_SH: Tensor, question: Question) -> list[_Chunk]:
         """Scores the sampled tokens, some at a time."""
-        tokens = np.flatnonzero(rollout.sampled)
-        count = max(1, CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
+        tokens, vocab_size = np.flatnonzero(rollout.sampled), self.spec.vocab_size
+        count = max(1, CHUNK_NUMBERS // (vocab_size * len(question.factors)))
         parts: list[_Chunk] = []
         for start in range(0, len(tokens), count):
             chosen = tokens[start : start + count]
             logits_NV = head(hidden_SH[torch.from_numpy(chosen - 1).to(self._device)])
-            parts.append(_score_chunk(logits_NV[:, : self._vocab_size], rollout, chosen, question))
+            parts.append(_score_chunk(logits_NV[:, :vocab_size], rollout, chosen, question))
         return parts
 
 

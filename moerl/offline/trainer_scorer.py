@@ -7,6 +7,7 @@ routing is enforced, and proved, by the same hooks as in training.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question, Scored
+from moerl.errors import ending
 from moerl.models.description import ModelDescription
 from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
@@ -33,27 +35,27 @@ _LISTED = SamplingParams(top_p=0.5)
 it."""
 
 
+@contextmanager
+def lone_trainer(model: ModelDescription, dtype: str) -> Iterator[MegatronTrainer]:
+    """Yields a trainer in this process alone, whose process groups end with the context. dtype: of weights and
+    arithmetic, as the trainer names it."""
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
+    with ending(groups.stop):
+        yield MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
+
+
 class TrainerScorer:
-    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer. Close it: it uses the process groups of this process.
+    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer.
 
     Args:
-        dtype: dtype of weights and arithmetic, as the trainer names it.
-        name, version: as in `RolloutScorer`.
+        trainer: one from `lone_trainer`.
+        spec, name, version: as in `RolloutScorer`.
     """
 
     offers_top_ps = False
 
-    def __init__(self, model: ModelDescription, *, dtype: str, name: str, version: int | None) -> None:
-        layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
-        self._trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
-        self._spec: ModelSpec = model.spec
-        self.name, self.version = name, version
-        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
-        self.experts_per_token = model.spec.experts_per_token
-
-    def close(self) -> None:
-        """Ends the process groups."""
-        groups.stop()
+    def __init__(self, trainer: MegatronTrainer, spec: ModelSpec, *, name: str, version: int | None) -> None:
+        self._trainer, self.spec, self.name, self.version = trainer, spec, name, version
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
         """Scores as `RolloutScorer` says; margins are zeros, and `own_ids` come from a pass with free routers.
@@ -97,7 +99,7 @@ class TrainerScorer:
 
     def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
         """Makes a trajectory to score a rollout with; the scores do not depend on its log-probs."""
-        num_tokens, spec = len(rollout), self._spec
+        num_tokens, spec = len(rollout), self.spec
         kept, listed = _held_sets(rollout)
         shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
         routed = np.zeros(num_tokens - 1, bool)

@@ -23,7 +23,6 @@ from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.tokenizer import Tokenizer, num_ids
-from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
 from moerl.machine.model_files import INITIAL_MODEL
@@ -105,7 +104,14 @@ def _train(run: Run, model_path: Path) -> None:
         run.unless_stopped(scoring.start)
         run.leave_if_told()
         assert engine is not None
-        _check_handshake(engine.handshake().spec, run.model.spec)
+        served = engine.handshake().spec
+        if served != run.model.spec:
+            raise EngineError(
+                "the engine serves another model than the trainer trains",
+                seen=served,
+                expected=run.model.spec,
+                remedy="start the engine from the model directory of this run",
+            )
         collector = _collector(config, model_path, engine, run, scoring)
         if config.rollout.is_colocated:
             # Building and restoring need more memory than servers leave while they sample.
@@ -143,16 +149,6 @@ def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeP
 
     launcher = partial(server_launcher, run.config.launch, run.config.rollout)
     return open_engine(run.config, model, version, run.reporter.say, launcher, process)
-
-
-def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
-    if engine != trainer:
-        raise EngineError(
-            "the engine serves another model than the trainer trains",
-            seen=engine,
-            expected=trainer,
-            remedy="start the engine from the model directory of this run",
-        )
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
