@@ -12,14 +12,13 @@ from moerl.config.architecture import check_model, describe_architecture, descri
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollout_checks import (
-    check_buffer,
     check_dumps,
+    check_engine,
     check_experts_of_server,
-    check_precision,
     check_scores,
 )
-from moerl.config.rollouts import RolloutConfig, SGLangRolloutConfig
-from moerl.config.schema import EvaluationConfig, RLConfig, RunConfig, SftConfig
+from moerl.config.rollouts import SGLangRolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.config.trackers import check_trackers
 from moerl.contract.ports import Task
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -52,8 +51,7 @@ def check_run(config: RunConfig) -> None:
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
     config.queue_limits()
-    check_buffer(config.buffer, config.rollout)
-    check_precision(config.rollout)
+    check_engine(config.rollout, config.buffer)
     check_dumps(config.command, config.rollout, config.rl)
     check_scores(config.command, config.rollout, config.algorithm, config.scorers)
     _check_colocated(config)
@@ -331,18 +329,14 @@ def check_problems(task: Task, wanted: Iterable[tuple[str, str, int]]) -> None:
     )
 
 
-def wanted_problems(
-    command: str, rl: RLConfig, sft: SftConfig, evaluation: EvaluationConfig, rollout: RolloutConfig
-) -> list[tuple[str, str, int]]:
+def wanted_problems(config: RunConfig) -> list[tuple[str, str, int]]:
     """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine no
     problem is sampled or measured."""
-    wanted = list[tuple[str, str, int]]()
-    if command in ("train", "rollout") and rollout.has_engine:
-        wanted.append(("rl.prompts_per_step", "train", rl.prompts_per_step))
-    if command in ("train", "sft") and sft.steps > 0:
-        wanted.append(("sft.num_examples", "train", sft.num_examples))
-    if command == "train" and rollout.has_engine:
-        wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
-    if command != "rollout" and rollout.has_engine:
-        wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
-    return wanted
+    command, has_engine, evaluation = config.command, config.rollout.has_engine, config.evaluation
+    problems = {
+        ("rl.prompts_per_step", "train", config.rl.prompts_per_step): has_engine and command in ("train", "rollout"),
+        ("sft.num_examples", "train", config.sft.num_examples): config.sft.steps > 0 and command in ("train", "sft"),
+        ("evaluation.dev_problems", "dev", evaluation.dev_problems): has_engine and command == "train",
+        ("evaluation.heldout_problems", "heldout", evaluation.heldout_problems): has_engine and command != "rollout",
+    }
+    return [each for each, is_wanted in problems.items() if is_wanted]

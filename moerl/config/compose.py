@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from moerl.config.explain import unknown_key
-from moerl.config.reference import is_known
+from moerl.config.reference import is_known, leaves
 from moerl.errors import ConfigError
 from moerl.machine.shipped import shipped_folder
 from moerl.reading import find_irregular
@@ -95,11 +95,6 @@ def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
     without = _leaves(base)
     keys = {path: value for path, value in _leaves(composed).items() if without.get(path, ...) != value}
     return RecipeValues(groups, {path: keys[path] for path in keys if path != "recipe" and path[:6] != "hydra."})
-
-
-def override_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns the keys and groups that overrides set."""
-    return [parse_override(text).key for text in overrides]
 
 
 def chosen_recipe(overrides: Sequence[str]) -> str | None:
@@ -326,17 +321,8 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
 
 def _leaves(composed: DictConfig) -> dict[str, Any]:
     """Returns every value by dotted path, interpolations and missing values as they are written."""
-    found: dict[str, Any] = {}
-
-    def walk(values: Any, prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict) and value:
-                walk(value, f"{prefix}{key}.")
-            else:
-                found[f"{prefix}{key}"] = value
-
-    walk(OmegaConf.to_container(composed, resolve=False), "")
-    return found
+    values: Any = OmegaConf.to_container(composed, resolve=False)
+    return dict(leaves(values))
 
 
 def _options(folder: Path) -> list[str]:

@@ -71,10 +71,9 @@ def engine_needs(
     rollout: RolloutConfig, trainer: TrainerConfig, task: TaskConfig, sizes: ModelDescription
 ) -> EngineMemory:
     """Returns the needs of each server that a run starts, or of an embedded engine on a CPU."""
-    tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
+    tensor, expert = (rollout.tensor, rollout.expert) if isinstance(rollout, SGLangRolloutConfig) else (1, 1)
     is_embedded = isinstance(rollout, EmbeddedRolloutConfig)
     element = EMBEDDED_ELEMENT_BYTES if is_embedded or rollout.dtype == "float32" else 2
-    expert = rollout.expert if isinstance(rollout, SGLangRolloutConfig) else 1
     dims = ParallelDims(tensor=tensor, expert=expert, expert_tensor=tensor // expert)
     parameters = rank_parameters(sizes, dims, 0)
     longest = [sizes.max_positions, trainer.microbatch_tokens]

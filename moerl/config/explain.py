@@ -26,15 +26,13 @@ def explain(error: ValidationError) -> ConfigError:
     same = [detail for detail, path in zip(unknown_first, paths, strict=True) if path == paths[0]]
     explained = [_explain_one(detail) for detail in same]
     first, others = explained[0], [path for path in paths if path != paths[0]]
+    expected, remedy = first.expected, first.remedy
     if len(explained) > 1:
         expected = " or ".join(dict.fromkeys(str(each.expected) for each in explained))
-        first = ConfigError(first.what, seen=first.seen, expected=expected, remedy=first.remedy)
-    if not others:
-        return first
-    named = ", ".join(dict.fromkeys(others[:5])) + (", ..." if len(others) > 5 else "")
-    return ConfigError(
-        first.what, seen=first.seen, expected=first.expected, remedy=f"{first.remedy} (also wrong: {named})"
-    )
+    if others:
+        named = ", ".join(dict.fromkeys(others[:5])) + (", ..." if len(others) > 5 else "")
+        remedy = f"{remedy} (also wrong: {named})"
+    return ConfigError(first.what, seen=first.seen, expected=expected, remedy=remedy)
 
 
 def unknown_key(path: str) -> ConfigError:

@@ -17,7 +17,7 @@ from moerl.config.compose import (
     chosen_recipe,
     compose_values,
     config_groups,
-    override_keys,
+    parse_override,
     recipe_values,
 )
 from moerl.config.reference import CHOICES, ConfigKey, config_keys
@@ -149,7 +149,7 @@ def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequenc
     chosen = chosen_recipe(overrides)
     sets = recipe_values(chosen or DEFAULT_RECIPE, config_dir)
     default_groups = recipe_values(DEFAULT_RECIPE).groups
-    changed = [key for key in override_keys(overrides) if key != "recipe"]
+    changed = [parsed.key for parsed in map(parse_override, overrides) if parsed.key != "recipe"]
     groups = [
         f"{group}={option}"
         for group, option in sets.groups.items()

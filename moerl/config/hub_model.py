@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moerl.config.schema import ModelConfig
 from moerl.machine.hub import HubModel, fetch_weights, hub_name, locate, say
 from moerl.machine.model_tensors import check_model
@@ -42,11 +44,11 @@ def hub_model(model: ModelConfig) -> HubModel | None:
     return HubModel(model.hub, model.commit, model.path)
 
 
-def say_model(model: ModelConfig) -> None:
-    """Says on standard error which model of the hub a configuration starts from, if it starts from one."""
+def say_model(model: ModelConfig, tell: Callable[[str], None] = say) -> None:
+    """Says, on standard error by default, which model of the hub a configuration starts from, if it starts from one."""
     of_hub = hub_model(model)
     if of_hub is not None:
-        say(str(of_hub))
+        tell(str(of_hub))
 
 
 def prepare_model(model: ModelConfig) -> None:

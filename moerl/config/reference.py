@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -109,6 +109,15 @@ def meant_keys(path: str) -> list[str]:
     return [key.path for key in config_keys() if len(words) > 3 and words in key.description.lower()]
 
 
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every value of plain data by its dotted path; a mapping is a value only if it is empty."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def describe(path: str) -> str:
     """Returns the description of a key; an empty text if there is none."""
     return next((key.description for key in config_keys() if key.path == path), "")
@@ -119,11 +128,10 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
         path = f"{prefix}{name}"
         models = _models(info.annotation)
         if models:
-            seen: set[str] = set()
-            for child in models:
-                keys = [key for key in _walk(child, f"{path}.") if key.path not in seen]
-                seen |= {key.path for key in keys}
-                yield from keys
+            inside: dict[str, ConfigKey] = {}
+            for key in chain.from_iterable(_walk(child, f"{path}.") for child in models):
+                inside.setdefault(key.path, key)
+            yield from inside.values()
         else:
             type_name = " | ".join(CHOICES[path]) if path in CHOICES else _type_name(info.annotation, info.metadata)
             yield ConfigKey(path, type_name, info.description or "", model.__name__)
@@ -178,9 +186,5 @@ def _bounds(metadata: list[Any]) -> str:
     return f" {bounds}" if bounds else ""
 
 
-CHOICES = {
-    "algorithm.name": _choices("algorithm", "name"),
-    "task.name": _choices("task", "name"),
-    "rollout.engine": _choices("rollout", "engine"),
-}
+CHOICES = {key: _choices(*key.split(".")) for key in ("algorithm.name", "task.name", "rollout.engine")}
 """Keys that decide which other keys their section has: by value, the name of the section's model."""

@@ -6,12 +6,11 @@ sizes, microbatches, threads and servers change the weights by rounding alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.config.reference import children, sections
+from moerl.config.reference import children, leaves, sections
 from moerl.config.schema import OptimizerConfig
 from moerl.errors import ConfigError
 from moerl.sections import Section
@@ -103,7 +102,8 @@ class Change:
 
 def changed_keys(before: Section, now: Section) -> list[Change]:
     """Returns the keys of two configurations whose values differ, in the order of the schema."""
-    old, new = (dict(_leaves(section.model_dump(mode="json"))) for section in (before, now))
+    dumps = (leaves(section.model_dump(mode="json")) for section in (before, now))
+    old, new = ({key: value for key, value in each if value != {}} for each in dumps)
     return [Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
@@ -121,11 +121,3 @@ def change_note(change: Change, optimizer: OptimizerConfig, of_sft: OptimizerCon
         f"{section}.schedule={changed.schedule} is stretched: from here on the learning rate is that of a run of"
         f" {change.new} steps"
     )
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

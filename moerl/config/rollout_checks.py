@@ -84,8 +84,9 @@ def check_dumps(command: str, rollout: RolloutConfig, rl: RLConfig) -> None:
         )
 
 
-def check_buffer(buffer: BufferConfig, rollout: RolloutConfig) -> None:
-    """Raises `ConfigError` if sampling is to run ahead in the trainer's own process."""
+def check_engine(rollout: RolloutConfig, buffer: BufferConfig) -> None:
+    """Raises `ConfigError` if sampling is to run ahead in the trainer's own process, or in a precision that the engine
+    does not have."""
     if buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
         raise ConfigError(
             "buffer.max_staleness: the engine and the trainer take turns in one process, nothing runs ahead",
@@ -93,10 +94,6 @@ def check_buffer(buffer: BufferConfig, rollout: RolloutConfig) -> None:
             expected="an engine of its own process",
             remedy="set rollout.placement=beside or rollout=sglang, or buffer.max_staleness=0",
         )
-
-
-def check_precision(rollout: RolloutConfig) -> None:
-    """Raises `ConfigError` if the engine does not sample in this precision."""
     if rollout.dtype == "float8" and rollout.engine != "embedded":
         raise ConfigError(
             "rollout.dtype: 8 bits are emulated in the embedded engine on a CPU alone",

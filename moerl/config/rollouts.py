@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -15,6 +15,9 @@ CPU_POOL_TOKENS = 65536
 
 class SamplingConfig(Section):
     """Settings of sampling on every engine."""
+
+    has_engine: ClassVar[bool] = True
+    """True if an engine samples; False if rollouts are read from dumps."""
 
     dtype: SamplerFloatName = Field(
         description="Precision; on a CPU rounded to. float8: embedded engine alone, emulated."
@@ -32,11 +35,6 @@ class SamplingConfig(Section):
     def is_colocated(self) -> bool:
         """True if servers of the run take turns with the trainer on its devices."""
         return False
-
-    @property
-    def has_engine(self) -> bool:
-        """True if an engine samples; False if rollouts are read from dumps."""
-        return True
 
     @property
     def num_servers(self) -> int:
@@ -151,14 +149,12 @@ class DumpsRolloutConfig(SamplingConfig):
     of sampling are those of the recipe, and have no effect.
     """
 
+    has_engine: ClassVar[bool] = False
+    """False: rollouts are read from dumps."""
     engine: Literal["dumps"] = Field(description="Engine that samples; dumps = none.")
     path: FilePath = Field(
         description="Dumps to train from: a run directory, a directory of files of one format, or a file."
     )
-
-    @property
-    def has_engine(self) -> bool:
-        return False
 
 
 RolloutConfig = Annotated[

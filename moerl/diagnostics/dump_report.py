@@ -124,9 +124,9 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
 def _tallied(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str = "") -> tuple[Tallies, tuple[Strip, ...]]:
     """Returns tallies and strips under a plan, with the model's own routing on its tokens. Records count from their
     start, as far as they have rows and layers of the model. label: suffix of names."""
-    gaps, scorer = diagnosis.gaps, diagnosis.gaps.scorers[0]
+    gaps, spec = diagnosis.gaps, diagnosis.gaps.scorers[0].spec
     newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
-    sizes = scorer.num_moe_layers, scorer.num_experts, scorer.experts_per_token
+    sizes = spec.num_moe_layers, spec.num_experts, spec.experts_per_token
     tallies = Tallies(*sizes, classes=facts.classes, current_version=newest, label=label)
     d, rollouts, differing = gaps.differences(plan), list[DumpedRollout](), list[NDArray[np.int64] | None]()
     for number, (rollout, score) in enumerate(zip(gaps.repaired(plan), gaps.scores(plan), strict=True)):

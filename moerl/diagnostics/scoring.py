@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.fields import ModelSpec
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 
 
@@ -54,12 +55,8 @@ class RolloutScorer(Protocol):
     """For people."""
     version: int | None
     """Policy version of its weights; None if nobody said."""
-    num_moe_layers: int
-    """L."""
-    experts_per_token: int
-    """K."""
-    num_experts: int
-    """Experts of an MoE layer."""
+    spec: ModelSpec
+    """Sizes of the model, L and K among them."""
     offers_top_ps: bool
     """True if it answers `Question.top_ps`."""
 

@@ -14,12 +14,11 @@ import torch
 
 from moerl.diagnostics.checkpoints import HuggingFaceCheckpoint
 from moerl.diagnostics.scoring import RolloutScorer
-from moerl.errors import closing
 from moerl.machine.memory import host_bytes, total_parameters
 from moerl.machine.scoring_memory import plan_scoring
 from moerl.models.description import ModelDescription
 from moerl.offline.rescoring import HeldModels, TransformersScorer
-from moerl.offline.trainer_scorer import TrainerScorer
+from moerl.offline.trainer_scorer import TrainerScorer, lone_trainer
 from moerl.telemetry.progress import ProgressDisplay
 from moerl.trainer import platform
 from moerl.trainer.model import DTYPES
@@ -98,9 +97,8 @@ class Models:
             yield [self._of(number, DTYPES[self._dtype]) for number in range(len(self._checkpoints))]
             return
         [(checkpoint, model)] = self._checkpoints
-        name, version = _name(checkpoint), checkpoint.version
-        with closing(TrainerScorer(model, dtype=self._dtype, name=name, version=version)) as trainer:
-            yield [trainer]
+        with lone_trainer(model, self._dtype) as trainer:
+            yield [TrainerScorer(trainer, model.spec, name=_name(checkpoint), version=checkpoint.version)]
 
 
 def _name(checkpoint: HuggingFaceCheckpoint) -> str:

@@ -9,7 +9,6 @@ import torch
 
 from moerl.config.hub_model import hub_model, with_hub_model
 from moerl.config.load import check_export
-from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
 from moerl.machine.hub import fetch_weights
@@ -21,8 +20,6 @@ from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_na
 from moerl.trainer.hf_directory import write_model
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.sharded_state import load_weights
-
-ALONE = ParallelConfig(tensor=1, pipeline=1, virtual_pipeline=1, expert=1, expert_tensor=1, context=1, data=1)
 
 
 def run_export(run_dir: Path, step: int | None, output: Path) -> int:

@@ -28,19 +28,8 @@ from moerl.rollout.enforce import EnforcedRouting
 from moerl.rollout.lent_weights import lent_weights
 from moerl.rollout.loading import load_model
 
-
-def _tell_nobody(done: int, total: int, tokens: int) -> None:
-    """Ignores the progress of scores."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldModel:
-    """A model in memory, and the hooks that enforce its routing."""
-
-    model: Any
-    """Causal language model of transformers."""
-    routing: EnforcedRouting
-    """Hooks on the routers of `model`."""
+_Chunk = tuple[NDArray[np.float64], ...]
+"""The first five fields of `Scored`, for some of the tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +44,13 @@ class HeldModels:
     """Device that computes."""
     most: int = 1
     """Models in memory at once, at most."""
-    told: Callable[[int, int, int], None] = _tell_nobody
+    told: Callable[[int, int, int], None] = lambda done, total, tokens: None
     """Callback before the first and after each pass of a call: rollouts scored, rollouts in all, and tokens scored."""
-    _held: dict[Path, HeldModel] = field(default_factory=dict)
+    _held: dict[Path, tuple[Any, EnforcedRouting]] = field(default_factory=dict)
 
-    def of(self, description: ModelDescription) -> HeldModel:
-        """Returns the model of this directory. Loads it if it is not in memory, and before that drops the one that was
-        not used for the longest time if there is no room.
+    def of(self, description: ModelDescription) -> tuple[Any, EnforcedRouting]:
+        """Returns the model of this directory, and the hooks that enforce its routing. Loads it if it is not in memory,
+        and before that drops the one that was not used for the longest time if there is no room.
 
         Raises:
             EngineError: the model's routers are unknown or do not match the spec.
@@ -75,7 +64,7 @@ class HeldModels:
             loaded = load_model(description.folder, dtype=self.dtype, attn_implementation="sdpa")
             loaded.set_experts_implementation("eager")
             model = loaded.to(self.rest).eval()
-            held = HeldModel(model, EnforcedRouting(model, description.spec))
+            held = model, EnforcedRouting(model, description.spec)
         self._held[description.folder] = held
         return held
 
@@ -103,9 +92,7 @@ class TransformersScorer:
         version: int | None,
     ) -> None:
         self._held, self._description, self._dtype, self._device = held, model, dtype, held.device
-        self.name, self.version, self._vocab_size = name, version, model.spec.vocab_size
-        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
-        self.experts_per_token = model.spec.experts_per_token
+        self.name, self.version, self.spec = name, version, model.spec
 
     @torch.inference_mode()
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
@@ -117,69 +104,57 @@ class TransformersScorer:
         scored: dict[int, Scored] = {}
         tokens = 0
         self._held.told(0, len(rollouts), tokens)
-        held = self._held.of(self._description)
+        model, routing = self._held.of(self._description)
         lends = (self._dtype, self._device) != (self._held.dtype, self._held.rest)
         # The model, in this scorer's arithmetic and on its device.
-        with lent_weights(held.model, dtype=self._dtype, device=self._device) if lends else contextlib.nullcontext():
+        with lent_weights(model, dtype=self._dtype, device=self._device) if lends else contextlib.nullcontext():
             for indices in _passes(rollouts):
                 together = [rollouts[i] for i in indices]
-                scored |= zip(indices, self._pass(held, together, question), strict=True)
+                scored |= zip(indices, self._pass(model, routing, together, question), strict=True)
                 tokens += sum(map(len, together))
                 self._held.told(len(scored), len(rollouts), tokens)
         return [scored[i] for i in range(len(rollouts))]
 
-    def _pass(self, held: HeldModel, rollouts: Sequence[DumpedRollout], question: Question) -> Iterator[Scored]:
-        width = max(map(len, rollouts)) - 1
+    def _pass(
+        self, model: Any, routing: EnforcedRouting, rollouts: Sequence[DumpedRollout], question: Question
+    ) -> Iterator[Scored]:
+        width, spec = max(map(len, rollouts)) - 1, self.spec
         input_ids_BW = torch.zeros(len(rollouts), width, dtype=torch.int64)
-        ids_BWLK = torch.zeros(len(rollouts), width, self.num_moe_layers, self.experts_per_token, dtype=torch.int64)
-        ids_BWLK[:] = torch.arange(self.experts_per_token)
+        ids_BWLK = torch.zeros(len(rollouts), width, spec.num_moe_layers, spec.experts_per_token, dtype=torch.int64)
+        ids_BWLK[:] = torch.arange(spec.experts_per_token)
         routed_BW = torch.zeros(len(rollouts), width, dtype=torch.bool)
         for row, rollout in enumerate(rollouts):
             count = len(rollout) - 1
             input_ids_BW[row, :count] = torch.from_numpy(rollout.token_ids[:-1].astype(np.int64))
             if rollout.expert_ids is not None:
                 ids_BWLK[row, :count] = torch.from_numpy(rollout.expert_ids.astype(np.int64))
-                routed_BW[row, :count] = (
-                    torch.ones(count, dtype=torch.bool)
-                    if rollout.routed is None
-                    else torch.from_numpy(rollout.routed.copy())
-                )
-        held.routing.begin(ids_BWLK.flatten(0, 1).to(self._device), routed_BW.flatten().to(self._device))
-        hidden_BWH = held.model.base_model(input_ids=input_ids_BW.to(self._device), use_cache=False).last_hidden_state
-        own_BWLK = held.routing.end().to(torch.int16).cpu().unflatten(0, input_ids_BW.shape).numpy()
-        margins_BWL = held.routing.margins().cpu().unflatten(0, input_ids_BW.shape).numpy()
-        head = held.model.get_output_embeddings()
+                routed_BW[row, :count] = torch.from_numpy(rollout.routed_rows.copy())
+        routing.begin(ids_BWLK.flatten(0, 1).to(self._device), routed_BW.flatten().to(self._device))
+        hidden_BWH = model.base_model(input_ids=input_ids_BW.to(self._device), use_cache=False).last_hidden_state
+        own_BWLK = routing.end().to(torch.int16).cpu().unflatten(0, input_ids_BW.shape).numpy()
+        margins_BWL = routing.margins().cpu().unflatten(0, input_ids_BW.shape).numpy()
+        head = model.get_output_embeddings()
         for row, rollout in enumerate(rollouts):
             rows = slice(len(rollout) - 1)
             parts = self._chunks(head, rollout, hidden_BWH[row, rows], question)
-            joined = (np.concatenate([getattr(part, name) for part in parts]) for name in _Chunk.__slots__)
+            joined = map(np.concatenate, zip(*parts, strict=True))
             yield Scored(*joined, own_ids=own_BWLK[row, rows].copy(), margins=margins_BWL[row, rows].copy())
 
     def _chunks(self, head: Any, rollout: DumpedRollout, hidden_SH: Tensor, question: Question) -> list[_Chunk]:
         """Scores the sampled tokens, some at a time."""
-        tokens = np.flatnonzero(rollout.sampled)
-        count = max(1, CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
+        tokens, vocab_size = np.flatnonzero(rollout.sampled), self.spec.vocab_size
+        count = max(1, CHUNK_NUMBERS // (vocab_size * len(question.factors)))
         parts: list[_Chunk] = []
         for start in range(0, len(tokens), count):
             chosen = tokens[start : start + count]
             logits_NV = head(hidden_SH[torch.from_numpy(chosen - 1).to(self._device)])
-            parts.append(_score_chunk(logits_NV[:, : self._vocab_size], rollout, chosen, question))
+            parts.append(_score_chunk(logits_NV[:, :vocab_size], rollout, chosen, question))
         return parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """Values of the first five fields of `Scored`, for some of the tokens."""
-
-    kept_NF: NDArray[np.float64]
-    full_NF: NDArray[np.float64]
-    rebuilt_NP: NDArray[np.float64]
-    mass_N: NDArray[np.float64]
-    least_N: NDArray[np.float64]
-
-
 def _score_chunk(logits_NV: Tensor, rollout: DumpedRollout, tokens: NDArray[np.int64], question: Question) -> _Chunk:
-    """Scores some tokens. tokens: int64 [N], indices of sampled ones; row n of the logits precedes `tokens[n]`."""
+    """Returns the first five fields of `Scored` for some tokens. tokens: int64 [N], indices of sampled ones; row n of
+    the logits precedes `tokens[n]`."""
     device = logits_NV.device
     said_N = torch.from_numpy(rollout.temperatures[tokens].astype(np.float64)).to(device)
     said_N = said_N.masked_fill(said_N <= 0, 1e-4)  # greedy: as good as certain
@@ -203,7 +178,7 @@ def _score_chunk(logits_NV: Tensor, rollout: DumpedRollout, tokens: NDArray[np.i
     least_N = least_N.masked_fill(~in_set_N1[:, 0], 0.0)
     rebuilt = [_nucleus(first_NV, targets_N1, top_p) for top_p in question.top_ps]
     count = len(tokens)
-    return _Chunk(
+    return (
         torch.stack(kept, 1).cpu().numpy(),
         torch.stack(full, 1).cpu().numpy(),
         torch.stack(rebuilt, 1).cpu().numpy() if rebuilt else np.zeros((count, 0)),

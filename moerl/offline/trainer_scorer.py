@@ -6,12 +6,14 @@ routing is enforced, and proved, by the same hooks as in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
@@ -20,6 +22,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question, Scored
+from moerl.errors import ending
 from moerl.models.description import ModelDescription
 from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
@@ -32,27 +35,27 @@ _LISTED = SamplingParams(top_p=0.5)
 it."""
 
 
+@contextmanager
+def lone_trainer(model: ModelDescription, dtype: str) -> Iterator[MegatronTrainer]:
+    """Yields a trainer in this process alone, whose process groups end with the context. dtype: of weights and
+    arithmetic, as the trainer names it."""
+    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
+    with ending(groups.stop):
+        yield MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
+
+
 class TrainerScorer:
-    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer. Close it: it uses the process groups of this process.
+    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer.
 
     Args:
-        dtype: dtype of weights and arithmetic, as the trainer names it.
-        name, version: as in `RolloutScorer`.
+        trainer: one from `lone_trainer`.
+        spec, name, version: as in `RolloutScorer`.
     """
 
     offers_top_ps = False
 
-    def __init__(self, model: ModelDescription, *, dtype: str, name: str, version: int | None) -> None:
-        layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
-        self._trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
-        self._spec: ModelSpec = model.spec
-        self.name, self.version = name, version
-        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
-        self.experts_per_token = model.spec.experts_per_token
-
-    def close(self) -> None:
-        """Ends the process groups."""
-        groups.stop()
+    def __init__(self, trainer: MegatronTrainer, spec: ModelSpec, *, name: str, version: int | None) -> None:
+        self._trainer, self.spec, self.name, self.version = trainer, spec, name, version
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
         """Scores as `RolloutScorer` says; margins are zeros, and `own_ids` come from a pass with free routers.
@@ -80,36 +83,29 @@ class TrainerScorer:
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
         scorer = Scorer(batches, keep_mask=True, with_full=True)
         rows = self._trainer.score(batches, scorer, enforce=enforce, in_sets=True)
-        kept = [np.zeros(len(trajectory)) for trajectory in trajectories]
-        full = [np.zeros(len(trajectory)) for trajectory in trajectories]
-        for batch, scores in zip(batches, rows, strict=True):
-            assert scores.full_logprobs_T is not None
-            for index, chosen in rows_of_samples(batch):
-                kept[index][1:] = scores.logprobs_T.double().numpy()[chosen]
-                full[index][1:] = scores.full_logprobs_T.double().numpy()[chosen]
-        sampled = [trajectory.sampled for trajectory in trajectories]
-        return [k[s] for k, s in zip(kept, sampled, strict=True)], [f[s] for f, s in zip(full, sampled, strict=True)]
+
+        def of_sampled(logprobs: Iterable[Tensor | None]) -> list[NDArray[np.float64]]:
+            found = by_sample(batches, [each.double().numpy() for each in logprobs if each is not None])
+            return [each[t.sampled[1:]] for each, t in zip(found, trajectories, strict=True)]
+
+        return of_sampled(row.logprobs_T for row in rows), of_sampled(row.full_logprobs_T for row in rows)
 
     def _own_ids(self, rollouts: Sequence[DumpedRollout]) -> list[NDArray[np.int16]]:
         free = [self._trajectory(replace(rollout, expert_ids=None, routed=None), 1.0) for rollout in rollouts]
         batches = pack_alone(free)
         _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True), in_sets=True)
-        own = [np.zeros(trajectory.expert_ids.shape, np.int16) for trajectory in free]
-        for batch in recorded.batches:
-            assert batch.expert_ids is not None
-            for index, chosen in rows_of_samples(batch):
-                own[index][:] = batch.expert_ids[chosen]
-        return own
+        ids = [batch.expert_ids.astype(np.int16) for batch in recorded.batches if batch.expert_ids is not None]
+        return by_sample(recorded.batches, ids)
 
     def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
         """Makes a trajectory to score a rollout with; the scores do not depend on its log-probs."""
-        num_tokens, spec = len(rollout), self._spec
+        num_tokens, spec = len(rollout), self.spec
         kept, listed = _held_sets(rollout)
         shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
         routed = np.zeros(num_tokens - 1, bool)
         expert_ids = np.zeros(shape, spec.expert_dtype)
         if rollout.expert_ids is not None:
-            routed = np.ones(num_tokens - 1, bool) if rollout.routed is None else rollout.routed.copy()
+            routed = rollout.routed_rows.copy()
             expert_ids = np.where(routed[:, None, None], rollout.expert_ids, 0).astype(spec.expert_dtype)
         return Trajectory(
             spec=spec,
@@ -134,10 +130,13 @@ def pack_alone(trajectories: Sequence[Trajectory]) -> list[Microbatch]:
     return pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
 
 
-def rows_of_samples(batch: Microbatch) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yields the index of every sample of a microbatch, with bool [T]: True for its rows."""
-    for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
-        yield index, (batch.sample_index == index) & ~batch.is_pad
+def by_sample[T: np.generic](batches: Sequence[Microbatch], values: Sequence[NDArray[T]]) -> list[NDArray[T]]:
+    """Returns the rows of each sample, in the order of the samples, of values that microbatches have for their rows."""
+    found = dict[int, NDArray[T]]()
+    for batch, rows in zip(batches, values, strict=True):
+        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+            found[index] = rows[(batch.sample_index == index) & ~batch.is_pad]
+    return [found[index] for index in sorted(found)]
 
 
 def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:

@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 
 from moerl.config.paths import dump_files
 from moerl.contract.disk import read_parquet
-from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
 from moerl.machine.model_tensors import check_weights
 from moerl.models.description import ModelDescription, read_model
-from moerl.offline.trainer_scorer import pack_alone, rows_of_samples
+from moerl.offline.trainer_scorer import by_sample, lone_trainer, pack_alone
 from moerl.ranks.libraries import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay
-from moerl.trainer import groups, platform
+from moerl.trainer import platform
 from moerl.trainer.losses import Scorer
-from moerl.trainer.model import DTYPES, ModelOptions
+from moerl.trainer.model import DTYPES
 from moerl.trainer.trainer import MegatronTrainer
 
 ENGINE, TRANSFORMERS, TRAINER = "engine", "transformers", "Megatron"
@@ -55,7 +54,8 @@ def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None
     quiet_libraries()
     print(f"{len(trajectories)} trajectories, {model} in {dtype}")
     replayed = _by_transformers(trajectories, described, dtype)
-    trained = _by_trainer(trajectories, described, dtype)
+    with lone_trainer(described, dtype) as trainer:
+        trained = trainer_logprobs(trainer, trajectories)
     opinions = [
         compare_logprobs(t, {ENGINE: t.rollout_logprobs, TRANSFORMERS: theirs.logprobs, TRAINER: ours})
         for t, theirs, ours in zip(trajectories, replayed, trained, strict=True)
@@ -142,23 +142,13 @@ def _by_transformers(trajectories: Sequence[Trajectory], model: ModelDescription
     return [judge.replay(trajectory) for trajectory in trajectories]
 
 
-def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dtype: str) -> list[NDArray[np.float32]]:
-    """Returns the log-probs, [S] per trajectory, of the trainer in one process, which proves that routing was
-    replayed."""
-    layout = groups.start(rank=0, rendezvous="", dims=ParallelDims(), seed=0)
-    trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
-    logprobs = trainer_logprobs(trainer, trajectories)
-    groups.stop()
-    return logprobs
-
-
 def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
-    """Returns the log-probs of a trainer that is alone, in one process: float32 [S] each, nats, 0 where not sampled."""
+    """Returns the log-probs of a trainer that is alone, in one process, which proves that routing was replayed: float32
+    [S] each, nats, 0 where not sampled."""
     batches = pack_alone(trajectories)
     scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True, in_sets=True)
-    logprobs = [np.zeros(len(trajectory), np.float32) for trajectory in trajectories]
-    for batch, rows in zip(batches, scores, strict=True):
-        values_T = torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).numpy()
-        for index, chosen in rows_of_samples(batch):
-            logprobs[index][1:] = values_T[chosen]
-    return logprobs
+    logprobs = [
+        torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).float().numpy()
+        for batch, rows in zip(batches, scores, strict=True)
+    ]
+    return [np.insert(found, 0, 0.0) for found in by_sample(batches, logprobs)]

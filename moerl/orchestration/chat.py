@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
 from moerl.contract.tokenizer import Tokenizer
-from moerl.errors import ConfigError, closing
+from moerl.errors import ConfigError, as_config_error, closing
 from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
@@ -197,12 +197,7 @@ def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: C
             try:
                 text = template.render(prompt.chat)
             except ConfigError as error:
-                raise ConfigError(
-                    f"{task.place(prompt)}: {error.what}",
-                    seen=error.seen,
-                    expected=error.expected,
-                    remedy=error.remedy,
-                ) from error
+                raise as_config_error(error, f"{task.place(prompt)}: {error.what}") from error
         if limit is not None and len(tokenizer.encode(text, add_special_tokens=False)) > limit:
             return None
         return replace(prompt, text=text)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moerl.buffer.journal import Journal
 from moerl.config.checks import check_problems, wanted_problems
-from moerl.config.hub_model import hub_model
+from moerl.config.hub_model import say_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_resolved
 from moerl.config.ranks import RankConfig
 from moerl.config.resume import change_note, changed_keys
@@ -23,7 +23,6 @@ from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.tokenizer import Tokenizer, num_ids
-from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
 from moerl.machine.model_files import INITIAL_MODEL
@@ -105,7 +104,14 @@ def _train(run: Run, model_path: Path) -> None:
         run.unless_stopped(scoring.start)
         run.leave_if_told()
         assert engine is not None
-        _check_handshake(engine.handshake().spec, run.model.spec)
+        served = engine.handshake().spec
+        if served != run.model.spec:
+            raise EngineError(
+                "the engine serves another model than the trainer trains",
+                seen=served,
+                expected=run.model.spec,
+                remedy="start the engine from the model directory of this run",
+            )
         collector = _collector(config, model_path, engine, run, scoring)
         if config.rollout.is_colocated:
             # Building and restoring need more memory than servers leave while they sample.
@@ -143,16 +149,6 @@ def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeP
 
     launcher = partial(server_launcher, run.config.launch, run.config.rollout)
     return open_engine(run.config, model, version, run.reporter.say, launcher, process)
-
-
-def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
-    if engine != trainer:
-        raise EngineError(
-            "the engine serves another model than the trainer trains",
-            seen=engine,
-            expected=trainer,
-            remedy="start the engine from the model directory of this run",
-        )
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
@@ -230,7 +226,7 @@ def _open_run(config: RunConfig, *, resume: bool, lock: int) -> Iterator[tuple[R
         _write_config(config)
     with closing(config.task.open()) as task, _make_reporter(config) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
-        _say_hub_model(config, reporter)
+        say_model(config.model, reporter.say)
         if config.model.path is not None:
             # Errors of the texts are raised before ranks start.
             _check_texts(config, task, config.model.path, reporter)
@@ -292,12 +288,6 @@ def _check_device(config: RunConfig) -> None:
         check_shared_device(config, device_bytes)
 
 
-def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
-    of_hub = hub_model(config.model)
-    if of_hub is not None:
-        reporter.say(str(of_hub))
-
-
 def _check_texts(config: RunConfig, task: Task, model_path: Path, reporter: Reporter) -> None:
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
     tokenizer, model = _read_model(model_path)
@@ -309,21 +299,19 @@ def _check_texts(config: RunConfig, task: Task, model_path: Path, reporter: Repo
 
 def text_use(config: RunConfig, max_positions: int) -> TextUse:
     """Returns the use that the command of a run makes of the texts of its task. max_positions: those of the model."""
-    command, length = config.command, config.rollout.max_new_tokens
-    problems = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
-    return TextUse(command, config.task.name, problems, config.sft, config.seed, length, max_positions)
+    task, problems, length = config.task.name, wanted_problems(config), config.rollout.max_new_tokens
+    return TextUse(config.command, task, problems, config.sft, config.seed, length, max_positions)
 
 
 def _load_latest(run: Run) -> None:
     """Loads the state of the run that goes on, and notes the keys that were changed for it."""
     run.load_latest()
-    stage, step = run.position
-    changed = changed_keys(load_resolved(run.config.run_dir / CONFIG_FILE), run.config)
-    note = partial(change_note, optimizer=run.config.optimizer, of_sft=run.config.sft.optimizer)
-    changes = [(change, note(change)) for change in changed]
-    take_changes(run.config.run_dir, changes, stage, step, run.reporter)
-    _write_config(run.config)
-    (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    config, (stage, step) = run.config, run.position
+    changed = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config)
+    changes = [(each, change_note(each, config.optimizer, config.sft.optimizer)) for each in changed]
+    take_changes(config.run_dir, changes, stage, step, run.reporter)
+    _write_config(config)
+    (config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _write_config(config: RunConfig) -> None:
@@ -372,7 +360,7 @@ def _open_reader(config: RunConfig) -> Iterator[tuple[Collector, Reporter]]:
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
         reporter = stack.enter_context(_make_reporter(config))
-        _say_hub_model(config, reporter)
+        say_model(config.model, reporter.say)
         _check_texts(config, task, config.model.path, reporter)
         _check_device(config)
         reporter.begin_part("start of the engine")

@@ -6,12 +6,13 @@ the answer. Each candidate puts one of these right in a dump, so that the model 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.fields import KeptSets
 from moerl.diagnostics.causes.gaps import Repair
@@ -71,22 +72,11 @@ def _opening(tokenizer: Any) -> tuple[int, ...]:
 def inserted(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
     """Returns a rollout with more tokens at the start of the prompt (0) or at its end (-1); their rows have no
     routes."""
-    place, count = (rollout.num_prompt if at else 0), len(tokens)
-    changes: dict[str, Any] = {
-        name: np.insert(getattr(rollout, name), [place] * count, value) for name, value in _FIELDS.items()
-    }
-    changes["token_ids"] = np.insert(rollout.token_ids, [place] * count, np.array(tokens, np.int32))
-    if rollout.kept is not None:
-        sizes = np.insert(rollout.kept.sizes, [place] * count, 0)
-        changes["kept"] = KeptSets(np.concatenate([[0], np.cumsum(sizes)]), rollout.kept.ids)
-    if rollout.prefix_versions is not None:
-        changes["prefix_versions"] = np.insert(rollout.prefix_versions, [place] * count, -1)
-    expert_ids = rollout.expert_ids
-    if expert_ids is not None and len(expert_ids) == len(rollout) - 1:
-        routed = np.ones(len(expert_ids), bool) if rollout.routed is None else rollout.routed
-        changes["expert_ids"] = np.insert(expert_ids, [place] * count, -1, axis=0)
-        changes["routed"] = np.insert(routed, [place] * count, False)
-    return replace(rollout, **changes)
+    places = [rollout.num_prompt if at else 0] * len(tokens)
+    if rollout.expert_ids is not None:
+        rollout = replace(rollout, routed=rollout.routed_rows)
+    token_ids = np.insert(rollout.token_ids, places, np.array(tokens, np.int32))
+    return _edited(rollout, token_ids, lambda array, value: np.insert(array, places, value, axis=0))
 
 
 def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
@@ -97,13 +87,21 @@ def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> Dumped
     if start < 0 or rollout.num_prompt <= count or tuple(rollout.token_ids[start : start + count]) != tuple(tokens):
         return rollout
     gone = range(start, start + count)
-    changes: dict[str, Any] = {name: np.delete(getattr(rollout, name), gone) for name in (*_FIELDS, "token_ids")}
+    return _edited(rollout, np.delete(rollout.token_ids, gone), lambda array, _: np.delete(array, gone, axis=0))
+
+
+def _edited(
+    rollout: DumpedRollout, token_ids: NDArray[np.int32], edit: Callable[[NDArray[Any], float], NDArray[Any]]
+) -> DumpedRollout:
+    """Returns a rollout with other tokens. edit: changes the rows of an array as the tokens were changed; new rows get
+    a value."""
+    changes: dict[str, Any] = {name: edit(getattr(rollout, name), value) for name, value in _FIELDS.items()}
     if rollout.kept is not None:
-        sizes = np.delete(rollout.kept.sizes, gone)
+        sizes = edit(rollout.kept.sizes, 0)
         changes["kept"] = KeptSets(np.concatenate([[0], np.cumsum(sizes)]), rollout.kept.ids)
     if rollout.prefix_versions is not None:
-        changes["prefix_versions"] = np.delete(rollout.prefix_versions, gone)
+        changes["prefix_versions"] = edit(rollout.prefix_versions, -1)
     if rollout.expert_ids is not None and len(rollout.expert_ids) == len(rollout) - 1:
-        changes["expert_ids"] = np.delete(rollout.expert_ids, gone, axis=0)
-        changes["routed"] = None if rollout.routed is None else np.delete(rollout.routed, gone)
-    return replace(rollout, **changes)
+        changes["expert_ids"] = edit(rollout.expert_ids, -1)
+        changes["routed"] = None if rollout.routed is None else edit(rollout.routed, False)
+    return replace(rollout, token_ids=token_ids, **changes)

@@ -4,6 +4,7 @@ from its checkpoint. Runs in the controller."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -93,9 +94,6 @@ def _played(run: Run, task: ExpertTask, end: int) -> list[TextSample]:
     """Returns the sessions of an expert's episodes; its turns are learned."""
     config, tokenizer = run.config, run.tokenizer
 
-    def encode(text: str) -> list[int]:
-        return encode_checked(tokenizer, text)
-
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
@@ -103,7 +101,7 @@ def _played(run: Run, task: ExpertTask, end: int) -> list[TextSample]:
         sessions = play_expert(
             task,
             task.prompts("train", config.sft.num_examples),
-            Texts(encode, decode, writer.write),
+            Texts(partial(encode_checked, tokenizer), decode, writer.write),
             end,
             max_new_tokens=config.rollout.max_new_tokens,
             seed=config.seed,

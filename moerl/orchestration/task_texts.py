@@ -12,7 +12,7 @@ from moerl.config.schema import SftConfig
 from moerl.contract.episodes import ExpertTask
 from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask
 from moerl.contract.tokenizer import Tokenizer, encode_checked
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, as_config_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,17 @@ def _prompts(use: TextUse, task: Task) -> Iterable[Prompt]:
     for key, split, count in use.problems:
         if key != "sft.num_examples":
             whole_split = use.command == "train" and split == "train"
-            yield from _with_work(task, task.prompts(split, task.size(split) if whole_split else count), split)
-
-
-def _with_work(task: Task, prompts: Sequence[Prompt], split: str) -> list[Prompt]:
-    """Returns prompts as the model may see them: an evaluation can add the start of the work to held-out ones."""
-    if split != "heldout" or not isinstance(task, WorkedTask):
-        return list(prompts)
-    return [replace(prompt, text=prompt.text + task.work_prefix(prompt)) for prompt in prompts]
+            for prompt in task.prompts(split, task.size(split) if whole_split else count):
+                # An evaluation can add the start of the work to held-out prompts.
+                work = task.work_prefix(prompt) if split == "heldout" and isinstance(task, WorkedTask) else ""
+                yield replace(prompt, text=prompt.text + work)
 
 
 def _encoded(task: Task, prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     try:
         return encode_checked(tokenizer, text)
     except ConfigError as error:
-        raise ConfigError(
-            f"{task.place(prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
-        ) from error
+        raise as_config_error(error, f"{task.place(prompt)}: {error.what}") from error
 
 
 def _check_length(

@@ -4,7 +4,7 @@ controller."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,15 @@ class Trackers:
         self._each(lambda sink: sink.write(stage, step, metrics))
         self._latest = f"step {step} of {stage}"
 
-    def rewind(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]], *, evaluated: bool) -> None:
+    def rewind(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]], *, evaluated: bool) -> None:
         """Notes that the run goes on after `step` of `stage`; a tracker that is new to the run gets its `rows` so
         far."""
-        kept = list(rows)
 
         def tell(sink: TrackerSink) -> None:
             if not sink.is_new:
                 sink.truncate_after(stage, step, evaluated=evaluated)
                 return
-            for row in kept:
+            for row in rows:
                 metrics = {name: value for name, value in row.items() if name not in ("stage", "step")}
                 sink.write(row["stage"], row["step"], metrics)
 

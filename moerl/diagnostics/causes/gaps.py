@@ -197,7 +197,7 @@ class Gaps:
         own_plan = [replace(assumption, routing="own") for assumption in plan]
         own = self._some([numbers[place] for place in recorded], own_plan, _PLAIN) if recorded else []
         whole = {
-            place: enforceable(rollouts[place], each.own_ids, self.scorers[0].num_experts)
+            place: enforceable(rollouts[place], each.own_ids, self.scorers[0].spec.num_experts)
             for place, each in zip(recorded, own, strict=True)
         }
         chosen = [whole.get(i) or replace(each, expert_ids=None, routed=None) for i, each in enumerate(rollouts)]

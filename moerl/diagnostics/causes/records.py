@@ -93,7 +93,7 @@ class _Search:
         self.searched += 1
         chosen = [self.rollouts[i] for i in np.flatnonzero(of_R).tolist()]
         own = {self.rollouts[i].name: self.own[i] for i in np.flatnonzero(of_R).tolist()}
-        num_experts = self.ground.gaps.scorers[0].num_experts
+        num_experts = self.ground.gaps.scorers[0].spec.num_experts
         found = search_routes(chosen, own, num_experts, self._judge, f"search {self.searched}")
         if not found:
             return False

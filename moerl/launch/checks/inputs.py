@@ -101,7 +101,7 @@ def look_at_cache(facts: Facts) -> str:
 def look_at_data(facts: Facts) -> str | Note:
     """Reads the data: columns, numbers of problems, demonstrations. Fetches data sets of the hub."""
     config, task = facts.config, facts.task()
-    check_problems(task, wanted_problems(config.command, config.rl, config.sft, config.evaluation, config.rollout))
+    check_problems(task, wanted_problems(config))
     learns = config.command in ("train", "sft") and config.sft.steps > 0
     task.check(num_demonstrations=config.sft.num_examples if learns else 0)
     if facts.door == "dry run" and config.task.streams:

@@ -34,7 +34,7 @@ def row(number: int, **changes: str) -> dict[str, str]:
 
 
 def check_numbers(config: RunConfig, task: Task) -> None:
-    check_problems(task, wanted_problems("train", config.rl, config.sft, config.evaluation, config.rollout))
+    check_problems(task, wanted_problems(config))
 
 
 @pytest.fixture

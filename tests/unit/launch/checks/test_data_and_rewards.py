@@ -22,8 +22,7 @@ from moerl.launch.checks.inputs import look_at_data, look_at_rewards
 
 def check(overrides: Sequence[str], command: str) -> None:
     config = load_config(["recipe=tiny", *overrides], command=command)
-    wanted = wanted_problems(command, config.rl, config.sft, config.evaluation, config.rollout)
-    check_problems(config.task.open(), wanted)
+    check_problems(config.task.open(), wanted_problems(config))
 
 
 def test_a_task_with_enough_problems_is_accepted() -> None:

@@ -28,7 +28,7 @@ from moerl.diagnostics.scoring import Question
 from moerl.machine.scoring_memory import ScoringMemory
 from moerl.models.description import read_model
 from moerl.offline import dump_scorers, rescoring
-from moerl.offline.trainer_scorer import TrainerScorer
+from moerl.offline.trainer_scorer import TrainerScorer, lone_trainer
 from moerl.telemetry.progress import HeartbeatProgress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -234,15 +234,14 @@ def test_what_cannot_be_diagnosed_is_said(
 
 def test_the_trainer_scores_as_transformers_does(model: Path, clean):
     judge, question = scorer(model, dtype=torch.float32), Question((1.0, 0.7))
-    trainer = TrainerScorer(read_model(model), dtype="float32", name="policy", version=None)
-    try:
+    described = read_model(model)
+    with lone_trainer(described, "float32") as alone:
+        trainer = TrainerScorer(alone, described.spec, name="policy", version=None)
         for rollouts in (clean, [replace(rollout, expert_ids=None, routed=None) for rollout in clean]):
             for ours, theirs in zip(trainer.score(rollouts, question), judge.score(rollouts, question), strict=True):
                 assert ours.kept_TF == pytest.approx(theirs.kept_TF, abs=2e-5)
                 assert ours.full_TF == pytest.approx(theirs.full_TF, abs=2e-5)
                 assert ours.mass_T == pytest.approx(theirs.mass_T, abs=2e-5)
-    finally:
-        trainer.close()
 
 
 def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, clean, run: Diagnosed):
