@@ -25,15 +25,12 @@ class MetricSink(Protocol):
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one row. Raises `ValueError` for a stage or metric that is not registered."""
-        ...
 
     def sync(self) -> None:
         """Returns when every row is on disk; called before a checkpoint counts as saved."""
-        ...
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
         """Drops the rows after `step` of `stage` (sft or rl); without `evaluated`, that of its evaluation, too."""
-        ...
 
     def close(self) -> None: ...
 
@@ -121,6 +118,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: no stage and step; expected a row of metrics")
         rows.append(row)
     return rows
+
+
+class RowTail:
+    """Reader of a metrics file that another process writes. A run that goes on drops rows and writes the file anew.
+
+    Attributes:
+        rows: all rows at the last `poll`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+        self.rows: list[dict[str, Any]] = []
+
+    def poll(self) -> bool:
+        """Reads the file again if it has changed; returns True if rows came or went.
+
+        Raises:
+            ValueError: a whole line is no row.
+        """
+        try:
+            status = os.stat(self._path)
+            found = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if found == self._seen:
+                return False
+            rows = read_rows(self._path)
+        except FileNotFoundError:
+            return False
+        self._seen, changed = found, rows != self.rows
+        self.rows = rows
+        return changed
 
 
 def check_stage(stage: str) -> None:

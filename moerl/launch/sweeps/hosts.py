@@ -45,7 +45,6 @@ class RunHost(Protocol):
 
     def start(self, job: SweepJob) -> None:
         """Starts a run, or queues it to be started, and returns at once. Raises OSError if it cannot be started."""
-        ...
 
     def ended(self) -> dict[str, int]:
         """Returns the exit statuses of the runs that ended since the last call, by name of the job; a negative one is
@@ -54,11 +53,9 @@ class RunHost(Protocol):
 
     def stop(self, number: signal.Signals) -> None:
         """Passes a stop signal on to all runs under way; `ended` returns each when it is gone."""
-        ...
 
     def close(self) -> None:
         """Kills the runs that are still under way; afterwards nothing of the sweep runs here."""
-        ...
 
 
 class LocalHost:

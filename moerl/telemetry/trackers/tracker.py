@@ -34,12 +34,9 @@ class Tracker(Protocol):
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one row: metrics are named ``<stage>/<metric>``, and each stage counts its own steps."""
-        ...
 
     def flush(self) -> None:
         """Returns when the library has stored every row. Raises an error if it has lost one."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """Ends the run. failed: True if an error ends it."""
-        ...
