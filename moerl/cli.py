@@ -21,7 +21,7 @@ from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
+from moerl.config.command_texts import COMMANDS, CONFORMANCE, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import PLANS, export_parser, run_help, run_parser, verify_parser
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
@@ -255,15 +255,15 @@ def _export(arguments: list[str]) -> int:
 
 
 def _conformance(arguments: list[str]) -> int:
-    from moerl.launch.conformance import read_options
+    from moerl.launch.conformance import USAGE, checks_of, parser, target_of
 
-    options = read_options(arguments)
+    options = parser().read(arguments, USAGE, CONFORMANCE)
     if options is None:
         return 0
-    from moerl.offline.conformance import EngineUnderTest, run_conformance
+    target, checks = target_of(options), checks_of(options.check)
+    from moerl.offline.conformance import run_conformance
 
-    target = EngineUnderTest(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
-    return run_conformance(target, options.checks, prints_json=options.as_json)
+    return run_conformance(target, checks, prints_json=options.json)
 
 
 def _doctor(arguments: list[str]) -> int:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
 from pathlib import Path
 
-from moerl.config.command_texts import CONFORMANCE
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 from moerl.machine.hub import model_directory
+from moerl.rollout.conformance.subject import EngineUnderTest
 from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck
 
+USAGE = "moerl conformance ENGINE [options]"
 EMBEDDED = "embedded:"
-
-
-@dataclass(frozen=True, slots=True)
-class ConformanceOptions:
-    """Options of `moerl conformance`: the engine to test (`url`, `server_file` or `embedded`), and how."""
-
-    url: str
-    """Address of a server, http or https; empty if the engine is given in another way."""
-    server_file: Path | None
-    """server.json of a `moerl serve`; None if the engine is given in another way."""
-    embedded: Path | None
-    """Model directory for the embedded engine; None if the engine is given in another way."""
-    model: Path | None
-    """Model directory to compare with, computed by transformers; None = no comparison."""
-    checks: tuple[ConformanceCheck, ...]
-    """Checks to run, in the order of the suite."""
-    updates_weights: bool
-    """True if the engine's weights are replaced on the way, and put back."""
-    as_json: bool
-    """True to print one JSON document."""
 
 
 def parser() -> Parser:
@@ -47,15 +28,12 @@ def parser() -> Parser:
     return made
 
 
-def read_options(arguments: list[str]) -> ConformanceOptions | None:
-    """Reads the command line. If it asks for help, prints the help and returns None.
+def target_of(given: argparse.Namespace) -> EngineUnderTest:
+    """Returns the engine that the command line names.
 
     Raises:
-        ConfigError: there is no such engine, model or check, or --update-weights lacks --model.
+        ConfigError: there is no such engine or model, or --update-weights lacks --model.
     """
-    given = parser().read(arguments, "moerl conformance ENGINE [options]", CONFORMANCE)
-    if given is None:
-        return None
     engine = str(given.engine)
     model = None if given.model is None else _model("--model", given.model)
     embedded = _model("ENGINE", engine.removeprefix(EMBEDDED)) if engine.startswith(EMBEDDED) else None
@@ -75,15 +53,7 @@ def read_options(arguments: list[str]) -> ConformanceOptions | None:
             expected="the model that the server serves",
             remedy="give it with --model HF_DIR",
         )
-    return ConformanceOptions(
-        engine.rstrip("/") if is_url else "",
-        file,
-        embedded,
-        model,
-        _checks(given.check),
-        given.update_weights,
-        given.json,
-    )
+    return EngineUnderTest(engine.rstrip("/") if is_url else "", file, embedded, model, given.update_weights)
 
 
 def _model(option: str, given: str) -> Path:
@@ -95,7 +65,9 @@ def _model(option: str, given: str) -> Path:
     return folder
 
 
-def _checks(names: list[str] | None) -> tuple[ConformanceCheck, ...]:
+def checks_of(names: list[str] | None) -> tuple[ConformanceCheck, ...]:
+    """Returns the checks of these names, in the order of the suite; all for None. Raises `ConfigError` if one is
+    unknown."""
     known = {check.name: check for check in CHECKS}
     for name in names or ():
         if name not in known:

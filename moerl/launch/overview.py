@@ -4,19 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from moerl.config.command_texts import (
-    COMMANDS,
-    CONFORMANCE,
-    DIAGNOSE,
-    DOCTOR,
-    EXPORT,
-    LAUNCH_SLURM,
-    REPORT,
-    SAMPLES,
-    STATUS,
-    VERIFY,
-    WATCH,
-)
+from moerl.config import command_texts as texts
 
 FAMILIES = ("plan", "sglang", "launch")
 """First words of commands that have two."""
@@ -27,14 +15,15 @@ SGLANG = {
     "serve": "run an SGLang server for rollouts until it is told to stop",
 }
 
-LAUNCH = {"launch slurm": LAUNCH_SLURM.summary}
+LAUNCH = {"launch slurm": texts.LAUNCH_SLURM.summary}
 
 
 _ON_FILES = {
-    **{"doctor": DOCTOR, "status": STATUS, "watch": WATCH, "report": REPORT, "diagnose": DIAGNOSE, "samples": SAMPLES},
-    **{"export": EXPORT, "verify": VERIFY, "conformance": CONFORMANCE},
+    **{"doctor": texts.DOCTOR, "status": texts.STATUS, "watch": texts.WATCH, "report": texts.REPORT},
+    **{"diagnose": texts.DIAGNOSE, "samples": texts.SAMPLES},
+    **{"export": texts.EXPORT, "verify": texts.VERIFY, "conformance": texts.CONFORMANCE},
 }
-SUMMARIES = {name: command.summary for name, command in (COMMANDS | _ON_FILES).items()} | SGLANG | LAUNCH
+SUMMARIES = {name: command.summary for name, command in (texts.COMMANDS | _ON_FILES).items()} | SGLANG | LAUNCH
 """Text on what each command does, in a line, by the command's name."""
 
 

@@ -21,8 +21,7 @@ from moerl.launch.status import check_run_dir, state_of
 from moerl.launch.watch_screen import Size, Snapshot, screen, state_lines, step_line, steps_of
 from moerl.printable import printable
 from moerl.reading import read_json
-from moerl.telemetry.sinks import METRICS_FILE
-from moerl.telemetry.tail import RowTail
+from moerl.telemetry.sinks import METRICS_FILE, RowTail
 
 _POLL_SECONDS = 1.0
 

@@ -56,10 +56,6 @@ class HubModel:
     folder: Path
     """Snapshot of the commit in the cache; its weights may still be missing."""
 
-    @property
-    def repo(self) -> str:
-        return self.name.partition("@")[0]
-
     def __str__(self) -> str:
         return f"model {self.name} of the hub, commit {self.commit}: {self.folder}"
 
@@ -151,9 +147,8 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
     if not offline:
         with _explained(key, model.name), _progress(model, missing):
             bars = None if sys.stderr.isatty() else silent_bars()
-            huggingface_hub.snapshot_download(
-                model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
-            )
+            repo = model.name.partition("@")[0]
+            huggingface_hub.snapshot_download(repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars)
     lost = missing_weights(model.folder)
     if lost:
         raise ConfigError(

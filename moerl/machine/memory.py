@@ -86,10 +86,6 @@ class RankMemory:
     def total_bytes(self) -> int:
         return sum(self.bytes.values())
 
-    def fits(self, device_bytes: float) -> bool:
-        """Returns whether the rank fills no more than `USABLE_SHARE` of a device."""
-        return self.total_bytes <= USABLE_SHARE * device_bytes
-
 
 def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> RankMemory:
     """Returns the memory of a rank of the stage that needs most; the ranks of a stage all need the same."""

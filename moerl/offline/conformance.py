@@ -16,7 +16,7 @@ from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
 from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
-from moerl.rollout.conformance.subject import AcrossUpdate, Ask, ReferenceJudge, Subject, SubjectFacts
+from moerl.rollout.conformance.subject import AcrossUpdate, Ask, EngineUnderTest, ReferenceJudge, Subject, SubjectFacts
 from moerl.rollout.conformance.suite import (
     CHECKS,
     CheckResult,
@@ -34,22 +34,6 @@ from moerl.rollout.sglang.handshake import read_version
 _ANSWER_SECONDS, _CALL_SECONDS = 600.0, 60.0
 _MAX_RUNNING = 64
 _BUCKET_BYTES = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUnderTest:
-    """Engine under test: one of `embedded`, `server_file` and `url`."""
-
-    url: str = ""
-    """Address of a server, http or https; empty if the engine is given in another way."""
-    server_file: Path | None = None
-    """server.json of a `moerl serve`; None if the engine is given in another way."""
-    embedded: Path | None = None
-    """Model directory for the embedded engine; None if the engine is given in another way."""
-    model: Path | None = None
-    """Model directory of the reference; None = no reference, for the embedded engine its own directory."""
-    updates_weights: bool = False
-    """True if the checks may replace the engine's weights, and put them back."""
 
 
 def run_conformance(

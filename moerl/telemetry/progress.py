@@ -104,8 +104,8 @@ class ProgressPart:
 class ProgressDisplay(ABC):
     """Display of how far a run is. Use it as a context manager; call `begin_stage` before `update`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
         self._pace = Pace(0, 0, 0.0)
         self._part: ProgressPart | None = None
 
@@ -132,9 +132,10 @@ class ProgressDisplay(ABC):
         if self._part is not None:
             self._part.within(done, total, tokens)
 
-    @abstractmethod
     def note(self, text: str) -> None:
         """Shows a line that stays: an evaluation, a checkpoint, a warning."""
+        # A line is for logs: no wrapping at a width, no markup.
+        self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
         """Ends the display of steps: later notes are the last lines on the screen."""
@@ -158,12 +159,11 @@ class HeartbeatProgress(ProgressDisplay):
         self,
         console: Console,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
-        part_seconds: float | None = None,
+        part_seconds: float = PART_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(clock)
-        self._console, self._every = console, heartbeat_seconds
-        self._part_every = PART_SECONDS if part_seconds is None else part_seconds
+        super().__init__(console, clock)
+        self._every, self._part_every = heartbeat_seconds, part_seconds
         self._stage, self._step, self._total = "", 0, 0
         self._last: float | None = None
         self._last_line = clock()
@@ -207,8 +207,7 @@ class HeartbeatProgress(ProgressDisplay):
 
     def note(self, text: str) -> None:
         self._last_line = self._clock()
-        # A line is for logs: no wrapping at a width, no markup.
-        self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+        super().note(text)
 
 
 class _Bars(Progress):
@@ -229,7 +228,7 @@ class LiveProgress(ProgressDisplay):
     """Display of one bar per stage, with figures of the last step and the present part below; notes scroll by above."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
+        super().__init__(console, clock)
         self._bars = _Bars(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -262,9 +261,6 @@ class LiveProgress(ProgressDisplay):
         left = self._pace.seconds_left(step, self._clock())
         self._bars.below = figures_text(self._pace.with_mean(metrics))
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
-
-    def note(self, text: str) -> None:
-        self._bars.console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
         super().end()

@@ -10,10 +10,11 @@ import pytest
 from moerl.cli import main
 from moerl.errors import EngineError
 from moerl.models.description import read_model
-from moerl.offline.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import open_subject
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import UpstreamDialect
 from moerl.rollout.conformance.servers import ServerSubject
+from moerl.rollout.conformance.subject import EngineUnderTest
 from moerl.rollout.conformance.suite import CHECKS, Outcome, run_checks
 from moerl.rollout.sglang.server import SGLangServer
 

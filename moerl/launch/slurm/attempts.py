@@ -67,15 +67,6 @@ class Job:
         """
         return [row for row in _rows(self.folder / ATTEMPTS_FILE) if row["event"] == "begin"]
 
-    def without_progress(self) -> int:
-        """Counts the attempts of this job in a row, up to the latest, since which no checkpoint was written."""
-        newest, count = self.newest(), 0
-        for row in reversed(self.attempts()):
-            if row["job"] != self.job_id or row["checkpoint"] != newest:
-                break
-            count += 1
-        return count
-
 
 def last_attempt(run_dir: Path) -> dict[str, Any] | None:
     """Returns the last row about a run's attempts, of event "begin" or "end"; None before the first.
@@ -142,17 +133,19 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _refuse_without_progress(job: Job) -> None:
-    count = job.without_progress()
+    newest, attempts = job.newest(), job.attempts()
+    # Attempts of this job in a row, up to the latest, since which no checkpoint was written.
+    is_in_vain = [row["job"] == job.job_id and row["checkpoint"] == newest for row in reversed(attempts)]
+    count = [*is_in_vain, False].index(False)
     if count <= job.max_requeues:
         return
-    latest = int(job.attempts()[-1]["attempt"])
-    newest = job.newest()
+    log = job.log(int(attempts[-1]["attempt"]))
     raise MoerlError(
         f"job {job.job_id} makes no progress and is not requeued",
         seen=f"{count} attempts in a row without a new checkpoint, "
         + (f"the newest is {newest}" if newest else "none was written yet"),
         expected=f"at most {job.max_requeues} requeues without one",
-        remedy=f"read {job.log(latest)}, and {job.folder / ATTEMPTS_FILE} for how each attempt ended; mend the cause"
+        remedy=f"read {log}, and {job.folder / ATTEMPTS_FILE} for how each attempt ended; mend the cause"
         " and submit the job again",
     )
 

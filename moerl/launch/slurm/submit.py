@@ -25,7 +25,13 @@ def queued_jobs() -> set[str]:
     Raises:
         ConfigError: SLURM is not on this machine, or refuses to answer. MoerlError: it did not answer.
     """
-    _check_slurm()
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "launch slurm: SLURM is not on this machine",
+            seen="no sbatch",
+            expected="a login node of the cluster",
+            remedy="run it there; --dry-run shows the script anywhere",
+        )
     return set(_ask("squeue", "--me", "--noheader", "--format=%A").split())
 
 
@@ -68,19 +74,8 @@ def submit(job: JobSettings, script: str, *, after: Sequence[str] = ()) -> str:
 
 def submit_file(script: Path, *, after: Sequence[str] = ()) -> str:
     """Submits a script that is written already; returns the job's id. Arguments and errors are those of `submit`."""
-    _check_slurm()
     dependency = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     return _ask("sbatch", "--parsable", *dependency, str(script)).strip().partition(";")[0]
-
-
-def _check_slurm() -> None:
-    if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "launch slurm: SLURM is not on this machine",
-            seen="no sbatch",
-            expected="a login node of the cluster",
-            remedy="run it there; --dry-run shows the script anywhere",
-        )
 
 
 def _ask(*command: str) -> str:

@@ -16,7 +16,7 @@ from moerl.launch.report import report_parser, run_report
 from moerl.launch.slurm.attempts import last_attempt
 from moerl.launch.slurm.submit import latest_job
 from moerl.launch.sweeps.command import show
-from moerl.launch.sweeps.manifest import Manifest, SweepRun, read_manifest, write_manifest
+from moerl.launch.sweeps.manifest import Manifest, read_manifest, write_manifest
 from moerl.launch.sweeps.sweep import exit_status, state_after
 
 
@@ -30,24 +30,21 @@ def note_states(manifest: Manifest, folder: Path, queued: set[str]) -> None:
         MoerlError: a run's list of attempts is damaged.
     """
     for run in manifest.runs:
-        _note_state(run, folder / run.name, queued)
-
-
-def _note_state(run: SweepRun, run_dir: Path, queued: set[str]) -> None:
-    run.status = None
-    attempt, job = last_attempt(run_dir), latest_job(run_dir)
-    if (run_dir / SUMMARY_FILE).exists():
-        run.state, run.status = "finished", 0
-    elif job in queued:
-        # An attempt of an earlier job says nothing of this one.
-        run.state = "running" if attempt is not None and attempt["job"] == job else "waiting"
-    elif attempt is None:
-        run.state = "waiting"
-    elif attempt["event"] == "end":
-        run.state, run.status = state_after(int(attempt["status"]), was_told=False), int(attempt["status"])
-    else:
-        # The attempt was cancelled, or its node was lost: the run can go on.
-        run.state = "stopped"
+        run.status = None
+        run_dir = folder / run.name
+        attempt, job = last_attempt(run_dir), latest_job(run_dir)
+        if (run_dir / SUMMARY_FILE).exists():
+            run.state, run.status = "finished", 0
+        elif job in queued:
+            # An attempt of an earlier job says nothing of this one.
+            run.state = "running" if attempt is not None and attempt["job"] == job else "waiting"
+        elif attempt is None:
+            run.state = "waiting"
+        elif attempt["event"] == "end":
+            run.state, run.status = state_after(int(attempt["status"]), was_told=False), int(attempt["status"])
+        else:
+            # The attempt was cancelled, or its node was lost: the run can go on.
+            run.state = "stopped"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -38,10 +38,8 @@ class SweepJob:
 class RunHost(Protocol):
     """Host of runs. The sweep calls it from one thread, and alone decides which runs it starts."""
 
-    @property
-    def slots(self) -> int:
-        """Number of runs that may be under way at the same time, 1 at least."""
-        ...
+    slots: int
+    """Number of runs that may be under way at the same time, 1 at least."""
 
     def start(self, job: SweepJob) -> None:
         """Starts a run, or queues it to be started, and returns at once. Raises OSError if it cannot be started."""
@@ -67,12 +65,8 @@ class LocalHost:
     """
 
     def __init__(self, jobs: int, program: Sequence[str] = LOCAL_PROGRAM) -> None:
-        self._jobs, self._program = jobs, program
+        self.slots, self._program = jobs, program
         self._processes: dict[str, Process] = {}
-
-    @property
-    def slots(self) -> int:
-        return self._jobs
 
     def start(self, job: SweepJob) -> None:
         command = [*self._program, str(os.getpid()), *job.arguments]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,22 @@ from moerl.errors import EngineError
 
 class CannotAskError(EngineError):
     """The engine, or this way of reaching it, has no means for a question; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUnderTest:
+    """Engine under test: one of `embedded`, `server_file` and `url`."""
+
+    url: str = ""
+    """Address of a server, http or https; empty if the engine is given in another way."""
+    server_file: Path | None = None
+    """server.json of a `moerl serve`; None if the engine is given in another way."""
+    embedded: Path | None = None
+    """Model directory for the embedded engine; None if the engine is given in another way."""
+    model: Path | None = None
+    """Model directory of the reference; None = no reference, for the embedded engine its own directory."""
+    updates_weights: bool = False
+    """True if the checks may replace the engine's weights, and put them back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import ConfigError
-from moerl.launch.conformance import read_options
+from moerl import cli
+from moerl.launch.conformance import checks_of, parser, target_of
+from moerl.rollout.conformance.subject import EngineUnderTest
 from moerl.rollout.conformance.suite import CHECKS
 
 
@@ -21,22 +22,20 @@ def test_an_engine_is_an_address_a_server_file_or_a_model_directory(model: Path)
     server = model / "server.json"
     server.write_text("{}")
     url, file, embedded = (
-        read_options([engine]) for engine in ("http://127.0.0.1:30000/", str(server), f"embedded:{model}")
+        target_of(parser().parse_args([engine]))
+        for engine in ("http://127.0.0.1:30000/", str(server), f"embedded:{model}")
     )
-    assert url is not None
-    assert file is not None
-    assert embedded is not None
     assert (url.url, url.server_file, url.embedded) == ("http://127.0.0.1:30000", None, None)
     assert (file.url, file.server_file, file.embedded) == ("", server, None)
     assert (embedded.url, embedded.server_file, embedded.embedded) == ("", None, model)
-    assert url.checks == CHECKS
+    assert checks_of(None) == CHECKS
 
 
 def test_single_checks_run_in_the_order_of_the_suite():
-    options = read_options(["http://h:1", "--check", "top-k", "--check", "answers", "--json"])
-    assert options is not None
-    assert [check.name for check in options.checks] == ["answers", "top-k"]
-    assert options.as_json
+    options = parser().parse_args(["http://h:1", "--check", "top-k", "--check", "answers", "--json"])
+    assert [check.name for check in checks_of(options.check)] == ["answers", "top-k"]
+    assert target_of(options) == EngineUnderTest("http://h:1")
+    assert options.json
 
 
 @pytest.mark.parametrize(
@@ -50,14 +49,15 @@ def test_single_checks_run_in_the_order_of_the_suite():
         (["http://h:1", "--update-weights"], "give it with --model HF_DIR"),
     ],
 )
-def test_a_wrong_command_line_is_refused_with_what_would_be_right(arguments: list[str], part: str):
-    with pytest.raises(ConfigError) as refusal:
-        read_options(arguments)
-    assert part in str(refusal.value)
+def test_a_wrong_command_line_is_refused_with_what_would_be_right(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["conformance", *arguments]) == 2
+    assert part in capsys.readouterr().err
 
 
 def test_help_names_every_kind_of_engine(capsys: pytest.CaptureFixture[str]):
-    assert read_options(["--help"]) is None
+    assert cli.main(["conformance", "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: moerl conformance ENGINE")
     assert all(word in text for word in ("--update-weights", "server.json", "embedded:HF_DIR", "http://"))

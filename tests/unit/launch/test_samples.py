@@ -11,7 +11,7 @@ from episode_dumps import write_dump
 
 from moerl import cli
 from moerl.diagnostics.conversations import SpokenPiece, SpokenSession, SpokenTurn
-from moerl.launch.episode_text import conversation_text
+from moerl.launch.samples import conversation_text
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.kernels import products
 from moerl.machine.layouts import layout_problems
 from moerl.machine.memory import (
+    USABLE_SHARE,
     Needs,
     heaviest_rank,
     rank_memory,
@@ -257,12 +258,6 @@ def test_slabs_are_as_wide_as_the_kernels_make_them():
         assert slab_columns(num_rows, width) == products.slab_columns(num_rows, width)
 
 
-def test_a_tenth_of_the_device_stays_free():
-    rank = rank_memory(sizes_of(QWEN3_30B), ParallelDims(), NEEDS, 0)
-    assert rank.fits(rank.total_bytes / 0.89)
-    assert not rank.fits(rank.total_bytes / 0.91)
-
-
 def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
     config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
@@ -309,7 +304,7 @@ def test_every_layout_in_the_docs_is_valid_and_needs_what_it_says():
             assert dims.world_size == int(devices)
             rank = heaviest_rank(sizes, dims, DOCS_NEEDS)
             assert round(rank.total_bytes / 2**30, 1) == gib
-            assert rank.fits(device_gib * 2**30)
+            assert rank.total_bytes <= USABLE_SHARE * device_gib * 2**30
             checked += 1
     assert checked > 30
 

@@ -10,7 +10,8 @@ import pytest
 
 from moerl.cli import main
 from moerl.errors import EngineError
-from moerl.offline.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import open_subject
+from moerl.rollout.conformance.subject import EngineUnderTest
 
 
 @pytest.fixture(scope="module")

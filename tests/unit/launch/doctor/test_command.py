@@ -16,8 +16,8 @@ from moerl.cli import main
 from moerl.errors import MoerlError
 from moerl.launch.checks.outcome import Check, fault, worst
 from moerl.launch.doctor import servers
+from moerl.launch.doctor.command import lines, show, summary
 from moerl.launch.doctor.shared import exchange
-from moerl.launch.doctor.show import lines, show, summary
 
 RED = Check("machine", "port 1", "red", "taken \x1b[2J", "free", "end it")
 GREEN = Check("machine", "disk", "green", "500 MB/s")
