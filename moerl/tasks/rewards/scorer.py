@@ -27,7 +27,6 @@ class RewardPart(Protocol):
 
     def close(self) -> None:
         """Ends its threads and processes. Calls under way fail, those that wait are cancelled."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
