@@ -100,7 +100,15 @@ def draw_curves(metrics_path: Path, directory: Path, title: str = "") -> list[Pa
         return []
     directory.mkdir(parents=True, exist_ok=True)
     overview = directory / OVERVIEW_FILE
-    _draw_overview(rows, charts, overview, title)
+    figure = new_figure(12.0, 7.6 if len(charts) > 2 else 4.2)
+    axes = figure.subplots(-(-len(charts) // 2), min(2, len(charts)), squeeze=False).flatten()
+    for axis, chart in zip(axes, charts, strict=False):
+        _draw(axis, rows, chart)
+    for axis in axes[len(charts) :]:
+        axis.set_visible(False)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
+    figure.savefig(overview, dpi=130)
     for chart in charts:
         figure = new_figure(7.0, 4.2)
         _draw(figure.subplots(), rows, chart)
@@ -112,19 +120,6 @@ def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list
     """Returns steps and values of a curve."""
     chosen = [row for row in rows if row["stage"] == line.stage and line.metric in row]
     return [row["step"] for row in chosen], [row[line.metric] for row in chosen]
-
-
-def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[MetricChart], path: Path, title: str) -> None:
-    figure = new_figure(12.0, 7.6 if len(charts) > 2 else 4.2)
-    columns = min(2, len(charts))
-    axes = figure.subplots(-(-len(charts) // 2), columns, squeeze=False).flatten()
-    for axis, chart in zip(axes, charts, strict=False):
-        _draw(axis, rows, chart)
-    for axis in axes[len(charts) :]:
-        axis.set_visible(False)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
-    figure.savefig(path, dpi=130)
 
 
 def new_figure(width: float, height: float):

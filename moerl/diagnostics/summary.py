@@ -98,21 +98,16 @@ def _accuracy_lines(summary: RunSummary) -> list[str]:
     before, after = summary.response_length_cold_start, summary.response_length_final
     if before is not None and after is not None:
         lines.append(f"response length {before:.1f} -> {after:.1f} tokens")
-    return [*lines, *_verdict(summary)]
-
-
-def _verdict(summary: RunSummary) -> list[str]:
-    """Returns a line on what the gain over the cold start is made of: behaviour or skill."""
-    worked, final = summary.heldout_accuracy_cold_start_worked, summary.heldout_accuracy_final
-    if worked is None or final is None:
-        return []
-    baseline = f"the cold start made to show its work: {worked:.3f}"
+    worked = summary.heldout_accuracy_cold_start_worked
+    if worked is None:
+        return lines
+    # The gain over the cold start is made of behaviour or of skill.
     gain = "does not beat it clearly: it learned to show its work, not to calculate better"
     if summary.shows_skill:
         gain = "beats it: it learned to show its work, and works better"
-    elif final <= (summary.heldout_accuracy_cold_start or 0.0):
+    elif final <= cold:
         gain = "does not beat the cold start: nothing was gained"
-    return [f"{baseline}; the final model {gain}"]
+    return [*lines, f"the cold start made to show its work: {worked:.3f}; the final model {gain}"]
 
 
 def _mismatch_lines(summary: RunSummary) -> list[str]:

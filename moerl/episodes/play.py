@@ -141,7 +141,23 @@ class _Play:
         if error is None and not rewards:
             error = _failed("no token was sampled")
         patience.ran()
-        return self._played(rewards, error, failed_reward, patience.environment_seconds)
+        records: list[RolloutRecord] = []
+        if self._broken is not None:
+            record, error = self._broken
+            records.append(record)
+        try:
+            for number, session in enumerate(each for each in self._family if each.turns):
+                values = session.record()
+                if error is None:
+                    values["rewards"] = rewards[number]
+                if not number:
+                    values["timings"] |= {"environment_seconds": patience.environment_seconds}
+                version = int(values["policy_versions"].max())
+                records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
+        except ContractError as broken:
+            error = error or broken
+        name, stopped_by = self._episode.request.lineage.rollout_id, self._meter.stopped_by
+        return PlayedEpisode(name, tuple(records), error, failed_reward, stopped_by)
 
     async def _ask(self, request: RolloutRequest) -> Trajectory:
         record, turn = await self._stage.ask(request)
@@ -154,32 +170,6 @@ class _Play:
             self._broken = self._broken or (record, error)
             raise
         return turn
-
-    def _played(
-        self,
-        rewards: Sequence[dict[str, float]],
-        error: ContractError | None,
-        failed_reward: str | None,
-        environment_seconds: float,
-    ) -> PlayedEpisode:
-        """Returns the end of the episode. rewards: of each session with a turn, unless there is an error."""
-        records: list[RolloutRecord] = []
-        if self._broken is not None:
-            record, error = self._broken
-            records.append(record)
-        try:
-            for number, session in enumerate(each for each in self._family if each.turns):
-                values = session.record()
-                if error is None:
-                    values["rewards"] = rewards[number]
-                if not number:
-                    values["timings"] |= {"environment_seconds": environment_seconds}
-                version = int(values["policy_versions"].max())
-                records.append(RolloutRecord(session.rollout_id, values["engine_id"], version, values))
-        except ContractError as broken:
-            error = error or broken
-        name, stopped_by = self._episode.request.lineage.rollout_id, self._meter.stopped_by
-        return PlayedEpisode(name, tuple(records), error, failed_reward, stopped_by)
 
 
 class _Stage:

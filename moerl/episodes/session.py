@@ -111,9 +111,10 @@ class TokenSession:
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
         self._require_quiet("sample")
         if self.is_over:
+            reached = "rollout.max_new_tokens is reached" if self.num_left <= 0 else "sampling was aborted"
             raise SessionOverError(
                 "episode: a session that is over cannot sample",
-                seen=self._why_over,
+                seen=f"episode.{self.meter.stopped_by} is reached" if self._was_limited else reached,
                 expected="a look at session.is_over first",
                 remedy="end the episode, or raise the limit",
             )
@@ -240,12 +241,6 @@ class TokenSession:
             is_cut = (was_cut and self.num_left <= 0) or self._was_limited
             values["finish_reason"] = FinishReason.LENGTH if is_cut else FinishReason.STOP
         return values
-
-    @property
-    def _why_over(self) -> str:
-        if self._was_limited:
-            return f"episode.{self.meter.stopped_by} is reached"
-        return "rollout.max_new_tokens is reached" if self.num_left <= 0 else "sampling was aborted"
 
     @property
     def _end(self) -> int:

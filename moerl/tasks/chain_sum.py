@@ -120,7 +120,18 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
     def __init__(self, config: ChainSumTaskConfig) -> None:
         self.config = config
         self._dataset = _sums(config, seed=0, size=1)
-        self._sizes = _split_sizes(config)
+        available = num_problems(config)
+        num_dev, num_heldout = num_reserved(available)
+        most = available - num_dev - num_heldout
+        if config.num_train > most:
+            left = f"{available} problems less those of dev ({num_dev}) and heldout ({num_heldout})"
+            raise ConfigError(
+                "task.num_train is larger than the number of different problems",
+                seen=config.num_train,
+                expected=f"at most {most}: {left}",
+                remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
+            )
+        self._sizes = {"train": config.num_train, "dev": num_dev, "heldout": num_heldout}
         self._splits: dict[str, _Split] = {}
 
     def size(self, split: str) -> int:
@@ -240,17 +251,3 @@ def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralData
         min_digits=config.min_digits,
         max_digits=config.max_digits,
     )
-
-
-def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:
-    available = num_problems(config)
-    num_dev, num_heldout = num_reserved(available)
-    most = available - num_dev - num_heldout
-    if config.num_train > most:
-        raise ConfigError(
-            "task.num_train is larger than the number of different problems",
-            seen=config.num_train,
-            expected=f"at most {most}: {available} problems less those of dev ({num_dev}) and heldout ({num_heldout})",
-            remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
-        )
-    return {"train": config.num_train, "dev": num_dev, "heldout": num_heldout}

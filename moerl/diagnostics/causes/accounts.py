@@ -47,9 +47,9 @@ class Accounts:
         their result.
         """
         first = self.ground.gaps.differences(self.raw()).sizes
-        forth, last = self._chain([*inputs, *routes, *others], first)
-        back, _ = self._chain([*inputs, *reversed(others), *routes], first)
         faults = [*inputs, *routes, *others]
+        forth, last = self._chain(faults, first)
+        back, _ = self._chain([*inputs, *reversed(others), *routes], first)
         parts = [(forth[id(fault)] + back[id(fault)]) / 2 for fault in faults]
         by_cause: dict[str, NDArray[np.float64]] = {}
         for fault, part in zip(faults, parts, strict=True):

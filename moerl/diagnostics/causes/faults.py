@@ -96,12 +96,8 @@ class Ground:
 
     def odd(self, means_R: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Returns bool [R]: rollouts that are not sound by themselves. means_R: mean |d|."""
-        return (means_R > ODD * self.floors) & self.are_long
-
-    @property
-    def are_long(self) -> NDArray[np.bool_]:
-        """bool [R]: rollouts of so many tokens that each rollout says something by itself."""
-        return np.diff(self.gaps.starts) >= LEAST_TOKENS
+        # A rollout of fewer tokens says nothing by itself.
+        return (means_R > ODD * self.floors) & (np.diff(self.gaps.starts) >= LEAST_TOKENS)
 
     def helped(
         self, before: Plan, after: Plan, may_R: NDArray[np.bool_], part: float = CLEAR_PART
@@ -115,7 +111,10 @@ class Ground:
         """
         one, other = self.gaps.differences(before), self.gaps.differences(after)
         gains_R = one.means - other.means
-        clear = self._clear(one.means, gains_R, may_R)
+        odd = self.odd(one.means) & may_R
+        clear = odd & (gains_R > CLEAR_PART * one.means)
+        if 2 * clear.sum() < odd.sum():  # one among many that it does not help is chance, unless nearly all is closed
+            clear &= gains_R > MOST * one.means
         if clear.any():  # the fault is there: what is too short to show it by itself may have it, too
             clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floors)
         rest = may_R & ~clear
@@ -128,15 +127,6 @@ class Ground:
         least = OVER_FLOOR * float(self.floors[rest].mean()) if part else 0.0
         limit = least if is_few else max(part * of_them.value, least)
         return may_R.copy() if gained.value > limit and (is_few or gained.low > 0) else clear
-
-    def _clear(
-        self, means_R: NDArray[np.float64], gains_R: NDArray[np.float64], may_R: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """Returns the odd rollouts that a change helps by themselves. One among many that it does not help is chance,
-        unless nearly all of its gap is closed."""
-        odd = self.odd(means_R) & may_R
-        clear = odd & (gains_R > CLEAR_PART * means_R)
-        return clear if 2 * clear.sum() >= odd.sum() else clear & (gains_R > MOST * means_R)
 
     def closed(self, before: Plan, after: Plan) -> float:
         """Returns the nats by which the mean gap of all rollouts shrinks."""

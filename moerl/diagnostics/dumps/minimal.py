@@ -78,7 +78,7 @@ def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
         binary = stream.read(4) == parquet.MAGIC
     found = parquet.rows(file, COLUMNS) if binary else jsonl.rows(file, reading.unusable)
     for where, row in found:
-        yield from reading.take(where, lambda row=row, where=where: _parts(row, where))
+        yield from reading.take(where, _parts, row, where)
 
 
 def write_minimal(path: Path | str, rollouts: Iterable[DumpedRollout]) -> None:

@@ -24,7 +24,7 @@ def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     step = re.search(r"step(\d{1,9})", file.stem)
     number = int(step[1]) if step else -1
     for where, row in rows(file, reading.unusable):
-        yield from reading.take(where, lambda row=row, where=where: _parts(row, number, where))
+        yield from reading.take(where, _parts, row, number, where)
 
 
 def _parts(row: Row, step: int, where: str) -> Parts:

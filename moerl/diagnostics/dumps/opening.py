@@ -87,7 +87,13 @@ def open_dumps(
         ]
         formats = {each.format.name for each in sets}
         if len(formats) > 1 and not belong_together(formats):
-            raise _several(path, sets)
+            raise ConfigError(
+                f"DUMP: files of several formats in {path}",
+                seen="; ".join(f"{each.format.name} ({names_of(each.files.files)})" for each in sets),
+                expected="files of one format, or rollouts and train data of slime or miles, or traces and token"
+                " exports of prime-rl",
+                remedy="name the files of one of them",
+            )
         found += sets
     _check_named_once(found)
     formats, seen = {each.format.name for each in found}, SeenRollouts()
@@ -98,11 +104,8 @@ def open_dumps(
         beside = each.format.name != slime.TRAIN and is_joined(each.format.name, formats)
         if say is not None and each.files.note:
             say(f"{each.path}: {each.files.note}")
-        opened.append(
-            Dump(
-                each.format.name, _read(each, reading, load, None if beside else seen), reading.unusable, reading.notes
-            )
-        )
+        rollouts = _read(each, reading, load, None if beside else seen)
+        opened.append(Dump(each.format.name, rollouts, reading.unusable, reading.notes))
     return joined(opened)
 
 
@@ -151,16 +154,6 @@ def _start(file: Path) -> bytes:
     """Returns the first bytes of a file."""
     with open_regular(file) as stream:
         return stream.read(4096)
-
-
-def _several(path: Path, sets: Sequence[_Opened]) -> ConfigError:
-    return ConfigError(
-        f"DUMP: files of several formats in {path}",
-        seen="; ".join(f"{each.format.name} ({names_of(each.files.files)})" for each in sets),
-        expected="files of one format, or rollouts and train data of slime or miles, or traces and token exports of"
-        " prime-rl",
-        remedy="name the files of one of them",
-    )
 
 
 def _check_named_once(opened: Sequence[_Opened]) -> None:

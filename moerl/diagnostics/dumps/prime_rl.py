@@ -39,7 +39,7 @@ _MAX_BRANCHES = 1024
 
 def read_exports(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     for where, row in rows(file, reading.unusable):
-        yield from reading.take(where, lambda row=row, where=where: _export(row, where))
+        yield from reading.take(where, _export, row, where)
 
 
 def _export(row: Row, where: str) -> Parts:
@@ -74,10 +74,7 @@ def read_traces(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
                 continue
             for branch, path in enumerate(paths):
                 name = f"{trace.get('id', place)}/{branch}"[:200]
-                yield from reading.take(
-                    f"{place} branch {branch}",
-                    lambda path=path, name=name, episode=episode: _branch(path, name, episode, step, reading),
-                )
+                yield from reading.take(f"{place} branch {branch}", _branch, path, name, episode, step, reading)
 
 
 def _paths(nodes: object) -> Iterator[list[Row]]:

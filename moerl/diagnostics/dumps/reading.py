@@ -9,6 +9,8 @@ from moerl.diagnostics.dumps.build import Parts, build
 from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
 from moerl.diagnostics.dumps.values import MAX_INT, RowError, shown
 
+_NUMBERED = "policy versions are texts here and were numbered"
+
 
 @dataclass(slots=True)
 class Reading:
@@ -22,8 +24,9 @@ class Reading:
     """Rows that could not be read so far."""
     notes: list[str] = field(default_factory=list)
     """Sentences for people, each once."""
-    versions: VersionNumbers = field(default_factory=lambda: VersionNumbers())
-    """Version strings that were seen, and their numbers."""
+    version_names: dict[str, int] = field(default_factory=dict)
+    """Numbers of version strings that were seen, in order of appearance; empty if the first was a number."""
+    _is_numeric: bool | None = None
     _seen: dict[str, int] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
@@ -31,14 +34,16 @@ class Reading:
         if text not in self.notes:
             self.notes.append(text)
 
-    def take(self, where: str, make: Callable[[], Parts]) -> Iterator[DumpedRollout]:
+    def take[**P](
+        self, where: str, make: Callable[P, Parts], *given: P.args, **named: P.kwargs
+    ) -> Iterator[DumpedRollout]:
         """Yields the one rollout of a row; or none, and counts the reason, with the row's place for people.
 
         Args:
-            make: finds the parts of the row; may raise `RowError`.
+            make: finds the parts of the row from the other arguments; may raise `RowError`.
         """
         try:
-            rollout = build(make(), self.moe_layers)
+            rollout = build(make(*given, **named), self.moe_layers)
         except RowError as error:
             self.unusable.add(error.reason, f"{where}: {error.seen}")
         else:
@@ -50,10 +55,15 @@ class Reading:
         return rollout if name == rollout.name else replace(rollout, name=name)
 
     def version_numbers(self, versions: Iterable[object]) -> list[int]:
-        """Returns the numbers of version strings. Raises `RowError` for a version that is neither text nor integer."""
-        numbers = [self.versions.number(each) for each in versions]
-        if self.versions.names:
-            known = ", ".join(f"{number}: {shown(name)}" for name, number in list(self.versions.names.items())[:8])
+        """Returns the numbers of version strings: their own if the first is a number, else in order of appearance; -1
+        for None, for a text among numbers, and for SGLang's name of weights that were never updated.
+
+        Raises:
+            RowError: one is neither text nor integer.
+        """
+        numbers = [self._version_number(each) for each in versions]
+        if self.version_names:
+            known = ", ".join(f"{number}: {shown(name)}" for name, number in list(self.version_names.items())[:8])
             self.notes[:] = [note for note in self.notes if not note.startswith(_NUMBERED)]
             self.note(f"{_NUMBERED} in order of appearance ({known})")
         return numbers
@@ -62,25 +72,7 @@ class Reading:
         count = self._seen[name] = self._seen.get(name, 0) + 1
         return name if count == 1 else self._unique(f"{name}#{count}")
 
-
-_NUMBERED = "policy versions are texts here and were numbered"
-
-
-@dataclass(slots=True)
-class VersionNumbers:
-    """Version strings as numbers: their own if the first is a number, else in order of appearance."""
-
-    names: dict[str, int] = field(default_factory=dict)
-    """Numbers by text; empty if the first was a number."""
-    _numeric: bool | None = None
-
-    def number(self, version: object) -> int:
-        """Returns the number of a version; -1 for None, for a text among numbers, and for SGLang's name of weights that
-        were never updated.
-
-        Raises:
-            RowError: it is neither text nor integer.
-        """
+    def _version_number(self, version: object) -> int:
         if version is None or version == "default":
             return -1
         if type(version) is int:
@@ -88,8 +80,8 @@ class VersionNumbers:
         if not isinstance(version, str):
             raise RowError("policy versions: one is not a text", version)
         number = int(version) if version.isascii() and version.isdigit() and len(version) <= 10 else -1
-        if self._numeric is None:
-            self._numeric = 0 <= number <= MAX_INT
-        if self._numeric:
+        if self._is_numeric is None:
+            self._is_numeric = 0 <= number <= MAX_INT
+        if self._is_numeric:
             return number if number <= MAX_INT else -1
-        return self.names.setdefault(version, len(self.names))
+        return self.version_names.setdefault(version, len(self.version_names))

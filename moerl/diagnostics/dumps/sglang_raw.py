@@ -32,7 +32,7 @@ NOTES = (
 
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     for where, row in rows(file, reading.unusable):
-        yield from reading.take(where, lambda row=row, where=where: _parts(row, where, reading))
+        yield from reading.take(where, _parts, row, where, reading)
 
 
 def _parts(row: Row, where: str, reading: Reading) -> Parts:

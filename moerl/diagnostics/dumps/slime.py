@@ -74,16 +74,14 @@ def read(payload: Mapping[str, Any], file: Path, reading: Reading) -> Iterator[D
     for position, sample in enumerate(_samples(payload, file)):
         where = f"{file.name} sample {position}"
         if isinstance(sample, Mapping):
-            yield from reading.take(
-                where, lambda sample=sample, position=position: _parts(sample, step, position, reading)
-            )
+            yield from reading.take(where, _parts, sample, step, position, reading)
         else:
             reading.unusable.add("sample: not a dict", f"{where}: a {type(sample).__name__}")
 
 
 def read_columns(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     for position, (where, sample) in enumerate(parquet.rows(file, COLUMN_NAMES)):
-        yield from reading.take(where, lambda sample=sample, position=position: _parts(sample, -1, position, reading))
+        yield from reading.take(where, _parts, sample, -1, position, reading)
 
 
 def _samples(payload: Mapping[str, Any], file: Path) -> Iterator[object]:

@@ -67,7 +67,13 @@ class SeenRollouts:
                 self._places[key] = place
             elif first.file != file and abs(first.logprob - logprob) <= _ROUNDING_NATS * rollout.num_sampled:
                 if -logprob > CERTAIN_NATS:
-                    raise _twice(rollout, first.file, file)
+                    raise ConfigError(
+                        "DUMP: a rollout stands in two files",
+                        seen=f"{rollout.name}, with the same tokens and log-probs in {first.file} and {file}",
+                        expected="each rollout once",
+                        remedy="name one of the two files, or the one that has log-probs of the trainer, or move a copy"
+                        " away",
+                    )
                 both, other = both + 1, first.file
             yield rollout
         if total and both == total:
@@ -91,12 +97,3 @@ class SeenRollouts:
                 dropped += 1
         if dropped:
             notes.append(f"samples that several ranks wrote count once: {dropped} of {file.name} were read before")
-
-
-def _twice(rollout: DumpedRollout, first: Path, file: Path) -> ConfigError:
-    return ConfigError(
-        "DUMP: a rollout stands in two files",
-        seen=f"{rollout.name}, with the same tokens and log-probs in {first} and {file}",
-        expected="each rollout once",
-        remedy="name one of the two files, or the one that has log-probs of the trainer, or move a copy away",
-    )

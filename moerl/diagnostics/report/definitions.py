@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.telemetry.metrics import METRICS
-
 SYSTEMS = ("slime", "miles", "verl", "prime-rl", "NeMo-RL", "TRL")
 _R3 = "Stabilizing MoE reinforcement learning by aligning training and inference routers, 2025, arXiv:2510.11370"
 _D = "d = log p_trainer(token) - log p_rollout(token), in nats, over sampled tokens"
@@ -27,11 +25,6 @@ class Definition:
     """Meaning in a line; empty: that of the metric."""
     elsewhere: tuple[tuple[str, str], ...] = ()
     """Names in other systems, by `SYSTEMS`; the text says if the value is not the same."""
-
-    @property
-    def says(self) -> str:
-        """The meaning, in a line."""
-        return self.meaning or METRICS[self.metric].meaning
 
 
 DEFINITIONS = (

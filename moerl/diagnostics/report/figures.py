@@ -29,7 +29,7 @@ from moerl.diagnostics.report.charts import (
     short,
     stacked,
 )
-from moerl.diagnostics.report.data import Decomposition, Histogram, LayerMap, Report, Slice
+from moerl.diagnostics.report.data import Decomposition, Histogram, Interval, LayerMap, Report
 from moerl.diagnostics.report.definitions import title_of
 from moerl.diagnostics.report.thinning import joined_columns
 from moerl.diagnostics.report.words import brief, percent
@@ -307,28 +307,19 @@ def _histogram_choice(each: Histogram) -> Choice:
 
 def slices(report: Report) -> Chart | None:
     """Returns the gap of each kind of token with its interval, one drawing for each way to slice."""
-    ways: dict[str, list[Slice]] = {}
+    ways: dict[str, list[tuple[str, Interval]]] = {}
     for each in report.slices:
         if each.gap is not None:
-            ways.setdefault(each.by, []).append(each)
+            ways.setdefault(each.by, []).append((each.name, each.gap))
     choices = [_slice_choice(by, parts) for by, parts in ways.items()]
     return Chart("slices", tuple(choices), "slice by") if choices else None
 
 
-def _slice_choice(by: str, parts: Sequence[Slice]) -> Choice:
+def _slice_choice(by: str, parts: Sequence[tuple[str, Interval]]) -> Choice:
     spec = ranges("mean |d|, nats", len(parts))
-    gaps = [part.gap for part in parts if part.gap is not None]
-    blocks = (
-        {
-            "name": [part.name for part in parts],
-            "series": "gap",
-            "value": short([gap.value for gap in gaps]),
-            "low": short([gap.low for gap in gaps]),
-            "high": short([gap.high for gap in gaps]),
-        },
-    )
-    largest = max(parts, key=lambda part: part.gap.value if part.gap else 0.0)
-    assert largest.gap is not None
-    caption = f"Mean |d| by {by}: largest {brief(largest.gap.value)} nats, {largest.name}. Bars are 95% intervals."
+    numbers = {key: short([getattr(gap, key) for _, gap in parts]) for key in ("value", "low", "high")}
+    blocks = ({"name": [name for name, _ in parts], "series": "gap", **numbers},)
+    name, largest = max(parts, key=lambda part: part[1].value)
+    caption = f"Mean |d| by {by}: largest {brief(largest.value)} nats, {name}. Bars are 95% intervals."
     head = (Column("name", by, "text"), Column("value", "mean |d|"), Column("low", "low"), Column("high", "high"))
     return Choice(by, caption, spec, blocks, head)

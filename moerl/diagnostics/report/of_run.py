@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, ReportStep, Sample, Share, Unread
-from moerl.diagnostics.report.headlines import headlines_of
-from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
+from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, ReportStep, Share, Unread
+from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, headlines, verdict_of
 from moerl.diagnostics.report.thinning import joined_columns, thinned_steps
 from moerl.diagnostics.report.words import brief
 from moerl.telemetry.metrics import SCORERS
@@ -31,31 +29,20 @@ EVALUATED = {
 """Metrics of evaluations, and their names among those of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Parts of a page of a run besides its rows."""
-
-    title: str
-    """Title of the page."""
-    subtitle: str
-    """Line below the title."""
-    facts: tuple[tuple[str, str], ...] = ()
-    """Names and values, above those from the rows."""
-    settings: RunSettings = field(default_factory=RunSettings)
-    """Settings that findings need."""
-    samples: tuple[Sample, ...] = ()
-    """Samples as of a `Report`."""
-    samples_from: str = ""
-    """Source of the samples, as of a `Report`."""
-
-
 def report_of_run(
-    rows: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]], about: About
+    rows: Sequence[Mapping[str, Any]],
+    layers: Sequence[Mapping[str, Any]],
+    titles: tuple[str, str],
+    settings: RunSettings,
+    facts: Sequence[tuple[str, str]] = (),
 ) -> Report | None:
-    """Returns the report; None if no step of reinforcement learning is done.
+    """Returns the report, without samples; None if no step of reinforcement learning is done.
 
     Args:
         rows: of `metrics.jsonl`, in order. layers: of `layers.jsonl`.
+        titles: title and subtitle of the page.
+        settings: those that findings need.
+        facts: names and values, above those from the rows.
     """
     rl = [row for row in rows if row["stage"] == "rl"]
     if not rl:
@@ -63,25 +50,22 @@ def report_of_run(
     table = next((row for row in reversed(rl) if _has_table(row)), None)
     gap = None if table is None else nothing_kept(table)
     trained = [row[f"mismatch/{_GAP}"] for row in rl if f"mismatch/{_GAP}" in row]
-    seen = Seen(rl, about.settings, gap, trained, None if table is None else table.get(f"mismatch/{_GAP}"))
+    seen = Seen(rl, settings, gap, trained, None if table is None else table.get(f"mismatch/{_GAP}"))
     findings = findings_of(seen)
     return Report(
-        title=about.title,
-        subtitle=about.subtitle,
+        title=titles[0],
+        subtitle=titles[1],
         verdict=verdict_of(findings, seen),
-        facts=(*about.facts, *_facts(rl, trained)),
-        headlines=headlines_of(rows, seen),
-        samples=about.samples,
-        samples_from=about.samples_from,
-        decompositions=() if table is None or gap is None else (gap, *as_trained(table, about.settings)),
+        facts=(*facts, *_facts(rl, trained)),
+        headlines=headlines(rows, seen),
+        decompositions=() if table is None or gap is None else (gap, *as_trained(table, settings)),
         findings=findings,
         scorers=_scorers(rl[-1] if table is None else table),
         steps=thinned_steps(_steps(rows), MAX_STEPS),
         layers=_layers(layers),
         maps=_maps(layers),
         unusable=tuple(
-            Unread(reason, count, "see RUN_DIR/quarantine")
-            for reason, count in sorted(about.settings.quarantined.items())
+            Unread(reason, count, "see RUN_DIR/quarantine") for reason, count in sorted(settings.quarantined.items())
         ),
         notes=_notes(table, len(rl)),
     )

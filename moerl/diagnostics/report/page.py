@@ -98,7 +98,9 @@ def _shown(data: Any) -> Any:
 
 
 def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[PageSection], data: str) -> str:
-    style, vega, script = (_asset(name) for name in ("page.css", "vega.js", "page.js"))
+    assets = importlib.resources.files("moerl.diagnostics.report") / "assets"
+    names = ("page.css", "vega.js", "page.js")
+    style, vega, script = (assets.joinpath(name).read_text(encoding="utf-8") for name in names)
     title, subtitle = (unbroken(escaped(text)) for text in titles)
     top, facts = map(unbroken, tops)
     contents = "".join(f'<li><a href="#{part.name}">{part.title}</a></li>' for part in parts)
@@ -136,11 +138,6 @@ def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[Pa
 </body>
 </html>
 """
-
-
-def _asset(name: str) -> str:
-    folder = importlib.resources.files("moerl.diagnostics.report") / "assets"
-    return folder.joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from moerl.buffer.ledger import LEDGER_FILE
 from moerl.diagnostics.conversations import ShownLimits, conversation_of, episodes_of, is_conversation
 from moerl.diagnostics.report.data import SCHEMA, Report, Sample, read_report
-from moerl.diagnostics.report.of_run import About, report_of_run
+from moerl.diagnostics.report.of_run import report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
 from moerl.diagnostics.responses import REWARD, read_responses, response_files
 from moerl.diagnostics.summary import SUMMARY_FILE
@@ -54,9 +55,20 @@ def report_of_directory(run_dir: Path) -> Report | None:
         MoerlError: its files cannot be read.
     """
     with _reading(run_dir):
-        rows = _rows(run_dir / METRICS_FILE)
-        layers = _rows(run_dir / LAYERS_FILE)
-        return report_of_run(rows, layers, _about(run_dir))
+        path = run_dir / _CONFIG_FILE
+        loaded = yaml.safe_load(read_text(path)) if path.exists() else None
+        config: Mapping[str, Any] = loaded if isinstance(loaded, dict) else {}
+        found = ((name, _value(config, key)) for name, key in _KEYS.items())
+        facts = [(name, _said(value)) for name, value in found if value is not None]
+        report = report_of_run(
+            _rows(run_dir / METRICS_FILE),
+            _rows(run_dir / LAYERS_FILE),
+            (f"Run {run_dir.name}", str(run_dir)),
+            _settings(config, run_dir / LEDGER_FILE),
+            facts,
+        )
+        samples, samples_from = _samples(run_dir)
+        return report and replace(report, samples=samples, samples_from=samples_from)
 
 
 def numbers_of_directory(run_dir: Path) -> tuple[list[dict[str, Any]], float | None]:
@@ -114,27 +126,19 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return read_rows(path) if path.exists() else []
 
 
-def _about(run_dir: Path) -> About:
-    config = _config(run_dir / _CONFIG_FILE)
-    found = ((name, _value(config, key)) for name, key in _KEYS.items())
-    facts = tuple((name, _said(value)) for name, value in found if value is not None)
-    masks, routing = _value(config, "keep_sampling_mask.enabled"), _value(config, "keep_routing.mode")
-    settings = RunSettings(
+def _settings(config: Mapping[str, Any], ledger: Path) -> RunSettings:
+    routing = _value(config, "keep_routing.mode")
+    dtypes = [_value(config, key) for key in ("rollout.dtype", "model.dtype")]
+    coarser = next((dtype for dtype in dtypes if dtype != "float32"), "float32")
+    quarantined = read_json(ledger)["quarantined"] if ledger.exists() else {}
+    return RunSettings(
         # YAML reads a bare off as False.
         routing="off" if routing is False else routing,
-        masks=masks,
-        precision=_precision(config),
+        masks=_value(config, "keep_sampling_mask.enabled"),
+        precision=None if None in dtypes else coarser,
         max_age=_max_age(config),
-        quarantined=_quarantined(run_dir / LEDGER_FILE),
+        quarantined={str(reason): int(count) for reason, count in quarantined.items()},
     )
-    samples, samples_from = _samples(run_dir)
-    return About(f"Run {run_dir.name}", str(run_dir), facts, settings, samples, samples_from)
-
-
-def _precision(config: Mapping[str, Any]) -> str | None:
-    """Returns the coarser dtype of sampler and trainer; None if one is not known."""
-    dtypes = [_value(config, key) for key in ("rollout.dtype", "model.dtype")]
-    return None if None in dtypes else next((dtype for dtype in dtypes if dtype != "float32"), "float32")
 
 
 def _max_age(config: Mapping[str, Any]) -> int | None:
@@ -181,19 +185,9 @@ def _said(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _config(path: Path) -> Mapping[str, Any]:
-    loaded = yaml.safe_load(read_text(path)) if path.exists() else None
-    return loaded if isinstance(loaded, dict) else {}
-
-
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """Returns the value at a dotted path; None if there is none."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
-
-
-def _quarantined(path: Path) -> dict[str, int]:
-    counts = read_json(path)["quarantined"] if path.exists() else {}
-    return {str(reason): int(count) for reason, count in counts.items()}

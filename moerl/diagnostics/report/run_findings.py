@@ -1,13 +1,14 @@
-"""Findings about the mismatch of a run, from its numbers, and the verdict from the findings. Pure; torch-free."""
+"""Findings about the mismatch of a run, the verdict from them, and headlines, from its numbers. Pure; torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from moerl.diagnostics.report.data import Decomposition, Evidence, Finding, Interval, Level, Verdict
+from moerl.diagnostics.report.data import Decomposition, Evidence, Finding, Headline, Interval, Level, Verdict
 from moerl.diagnostics.report.words import brief, number, percent
 
 Row = Mapping[str, float]
@@ -23,6 +24,8 @@ RISE_NOTE, RISE_FAULT, MIN_RANK_CORRELATION, MIN_STEPS = 1.5, 2.0, 0.5, 10
 """Gap of the last fifth of the steps over that of the first; rank correlation of gap and step; steps needed."""
 RECENT = 5
 """Steps whose mean is the value of "now"."""
+ACCURACIES = (("heldout/accuracy", "held-out problems"), ("accuracy/mean", "dev problems"))
+"""Metrics of evaluations, the most telling first, and the names of their problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,3 +288,52 @@ def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
     kept = f", instead of {brief(seen.total)} with nothing kept" if seen.gap else ""
     more = "" if seen.gap else " Set mismatch.every=1 to see what each guarantee is worth."
     return Verdict("good", f"Sampler and trainer agree: {size}{kept}{replay}.", f"Nothing.{more}")
+
+
+def headlines(rows: Sequence[Mapping[str, Any]], seen: Seen) -> tuple[Headline, ...]:
+    """Returns reward, accuracy, and the mismatch gap with values to compare it with, without those that the run did not
+    measure.
+
+    Args:
+        rows: of `metrics.jsonl`, all stages. seen: of the stage rl.
+    """
+    found = (_reward(seen), _accuracy(rows), _gap(seen))
+    return tuple(headline for headline in found if headline is not None)
+
+
+def _reward(seen: Seen) -> Headline | None:
+    values = seen.values("reward/mean")
+    if not values:
+        return None
+    many = min(RECENT, len(values))
+    first, last = sum(values[:many]) / many, sum(values[-many:]) / many
+    return Headline("Reward", f"{last:.3f}", (f"mean of the last {many} steps; {first:.3f} in the first {many}",))
+
+
+def _accuracy(rows: Sequence[Mapping[str, Any]]) -> Headline | None:
+    evaluations = [row for row in rows if row["stage"] == "evaluation"]
+    for metric, where in ACCURACIES:
+        found = [(row["step"], row[metric]) for row in evaluations if metric in row]
+        if found:
+            (first_step, first), (last_step, last) = found[0], found[-1]
+            before = f"; {first:.3f} after step {first_step}" if len(found) > 1 else ""
+            return Headline("Accuracy", f"{last:.3f}", (f"greedy, {where}, after step {last_step}{before}",))
+    return None
+
+
+def _gap(seen: Seen) -> Headline | None:
+    if not seen.trained:
+        return None
+    level: Level = "fault" if seen.now >= GAP_FAULT else "note" if seen.now >= GAP_NOTE else "good"
+    rounding = f"16-bit rounding makes 0.001 to {GAP_NOTE:g} nats"
+    if seen.settings.precision == "float32":
+        rounding = "float32 rounding of the same weights makes about 1e-07 nats"
+    notes = [f"mean |log-prob difference| of trainer and sampler; healthy below {GAP_NOTE:g} nats", rounding]
+    floor = seen.part("unexplained")
+    if seen.gap and seen.settings.routing != "off" and seen.settings.masks:
+        # With both kept, the gap is its own floor: "1.0 times its floor" would say nothing.
+        notes.insert(1, f"with nothing kept it would be {brief(seen.total)} nats")
+    elif floor > 0.0 and seen.trained_at_table is not None:
+        times = seen.trained_at_table / floor
+        notes.insert(1, f"{times:.1f} times its floor: {brief(floor)} nats remain with routing and masks kept")
+    return Headline("Mismatch gap", f"{brief(seen.now)} nats", tuple(notes), level)

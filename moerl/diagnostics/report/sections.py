@@ -283,7 +283,8 @@ def definitions() -> PageSection:
     parts: list[str] = []
     for each in DEFINITIONS:
         unit = f" ({METRICS[each.metric].unit})" if each.metric else ""
-        pairs = [("meaning", escaped(each.says)), ("formula", f"<code>{escaped(each.formula)}</code>")]
+        meaning = each.meaning or METRICS[each.metric].meaning
+        pairs = [("meaning", escaped(meaning)), ("formula", f"<code>{escaped(each.formula)}</code>")]
         pairs += [("in metrics.jsonl", f"<code>{escaped(each.metric)}</code>{escaped(unit)}")] if each.metric else []
         pairs += [("source", escaped(each.source))] if each.source else []
         named = [f"{escaped(system)}: <code>{escaped(name)}</code>" for system, name in each.elsewhere]

@@ -68,8 +68,9 @@ def strip_data(strips: Sequence[Strip]) -> list[dict[str, Any]]:
 
 def _columns(strip: Strip) -> dict[str, Any]:
     tokens = strip.tokens[:MAX_TOKENS]
+    texts = (token.text for token in tokens)
     return {
-        "text": [_cut(token.text) for token in tokens],
+        "text": [text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…" for text in texts],
         "sampled": [int(token.sampled) for token in tokens],
         "d": [_short(token.d) for token in tokens],
         "logprob": [_short(token.logprob) for token in tokens],
@@ -78,10 +79,6 @@ def _columns(strip: Strip) -> dict[str, Any]:
         "version": [token.version for token in tokens],
         "turns": [{"at": turn.at, "name": turn.name} for turn in strip.turns if turn.at < len(tokens)],
     }
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def _short(value: float | None) -> float | None:

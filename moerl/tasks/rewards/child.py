@@ -155,19 +155,16 @@ class RewardChild:
         if self._faults in ready:
             self._hear()
         if self._requests in ready:
-            self._send()
+            try:
+                self._unsent = self._unsent[self._requests.write(self._unsent) or 0 :]
+            except BrokenPipeError:
+                # The pipe of the replies will show that the process ended.
+                self._unsent = b""
         if self._replies in ready:
             data = self._replies.read(_READ_BYTES)
             if data == b"":
                 raise self._ended()
             self._unread += data or b""
-
-    def _send(self) -> None:
-        try:
-            self._unsent = self._unsent[self._requests.write(self._unsent) or 0 :]
-        except BrokenPipeError:
-            # The pipe of the replies will show that the process ended.
-            self._unsent = b""
 
     def _show(self) -> None:
         """Shows what was printed."""

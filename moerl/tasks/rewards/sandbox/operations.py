@@ -16,10 +16,6 @@ COMPARISONS_AND_ARITHMETIC = tuple(
 """Operations of two objects of the program."""
 
 
-def _enter(manager: Any) -> Any:
-    return type(manager).__enter__(manager)
-
-
 def _exit(manager: Any, *error: Any) -> Any:
     # The error is the tests'; the program learns that there was one.
     return type(manager).__exit__(manager, *([None] * 3 if error[0] is None else [Exception, Exception(), None]))
@@ -46,7 +42,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__int__": int,
     "__float__": float,
     "__round__": round,
-    "__enter__": _enter,
+    "__enter__": lambda manager: type(manager).__enter__(manager),
     "__exit__": _exit,
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
     "__subclasscheck__": lambda kind, value: issubclass(value, kind),

@@ -30,7 +30,7 @@ from moerl.diagnostics.dumps import jsonl, slime
 from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.minimal import COLUMNS, write_minimal
 from moerl.diagnostics.dumps.opening import open_dump
-from moerl.diagnostics.dumps.reading import Reading, VersionNumbers
+from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.values import RowError
 from moerl.errors import ConfigError, MoerlError
 
@@ -224,10 +224,11 @@ def test_versions_that_are_texts_are_numbered_and_a_note_says_so() -> None:
 
 
 def test_a_text_among_numeric_versions_is_not_known() -> None:
-    numbers = VersionNumbers()
-    assert [numbers.number(each) for each in ("7", "default", None, "99999999999", "²", 8)] == [7, -1, -1, -1, -1, 8]
+    reading = Reading()
+    versions = ("7", "default", None, "99999999999", "²", 8)
+    assert reading.version_numbers(versions) == [7, -1, -1, -1, -1, 8]
     with pytest.raises(RowError):
-        numbers.number(1.5)
+        reading.version_numbers([1.5])
 
 
 arrays = st.builds(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from moerl.diagnostics.report.data import Headline
-from moerl.diagnostics.report.of_run import About, report_of_run
+from moerl.diagnostics.report.of_run import report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
 
 
 def headlines_of(rows: list[dict[str, Any]], settings: RunSettings | None = None) -> dict[str, Headline]:
-    report = report_of_run(rows, [], About("a run", "somewhere", (), settings or RunSettings("rollout", True)))
+    report = report_of_run(rows, [], ("a run", "somewhere"), settings or RunSettings("rollout", True))
     assert report is not None
     return {headline.name: headline for headline in report.headlines}
 

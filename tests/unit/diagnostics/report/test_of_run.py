@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moerl.diagnostics.report.data import Finding, Report, encode_report
-from moerl.diagnostics.report.of_run import MAX_STEPS, About, report_of_run
+from moerl.diagnostics.report.of_run import MAX_STEPS, report_of_run
 from moerl.diagnostics.report.run_findings import MIN_STEPS, RunSettings
 
 KEPT = RunSettings("rollout", True)
@@ -39,7 +39,7 @@ def with_table(values: Mapping[str, Any], table: Mapping[str, float] = TABLE) ->
 def report_of(
     rows: list[dict[str, Any]], settings: RunSettings = KEPT, layers: list[dict[str, Any]] | None = None
 ) -> Report:
-    report = report_of_run(rows, layers or [], About("a run", "somewhere", (), settings))
+    report = report_of_run(rows, layers or [], ("a run", "somewhere"), settings)
     assert report is not None
     return report
 
@@ -49,7 +49,7 @@ def finding(report: Report, cause: str) -> Finding:
 
 
 def test_a_run_without_a_step_of_reinforcement_learning_has_no_report() -> None:
-    assert report_of_run([{"stage": "sft", "step": 1, "sft/loss": 1.0}], [], About("a run", "")) is None
+    assert report_of_run([{"stage": "sft", "step": 1, "sft/loss": 1.0}], [], ("a run", ""), KEPT) is None
 
 
 def test_the_gap_is_split_by_adding_each_guarantee_first_and_last() -> None:

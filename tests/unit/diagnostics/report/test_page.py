@@ -211,7 +211,7 @@ def test_every_definition_names_a_metric_that_exists_and_systems_that_are_known(
         assert not each.metric or each.metric in METRICS
         assert {system for system, _ in each.elsewhere} <= {*SYSTEMS}
         assert each.formula
-        assert each.says
+        assert each.meaning or METRICS[each.metric].meaning
     named = {system for each in DEFINITIONS for system, _ in each.elsewhere}
     assert named == {*SYSTEMS}
 
