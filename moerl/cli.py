@@ -260,10 +260,9 @@ def _conformance(arguments: list[str]) -> int:
     options = read_options(arguments)
     if options is None:
         return 0
-    from moerl.offline.conformance import EngineUnderTest, run_conformance
+    from moerl.offline.conformance import run_conformance
 
-    target = EngineUnderTest(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
-    return run_conformance(target, options.checks, prints_json=options.as_json)
+    return run_conformance(options)
 
 
 def _doctor(arguments: list[str]) -> int:

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.command_texts import CONFORMANCE
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 from moerl.machine.hub import model_directory
-from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck
+from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck, ConformanceOptions
 
 EMBEDDED = "embedded:"
-
-
-@dataclass(frozen=True, slots=True)
-class ConformanceOptions:
-    """Options of `moerl conformance`: the engine to test (`url`, `server_file` or `embedded`), and how."""
-
-    url: str
-    """Address of a server, http or https; empty if the engine is given in another way."""
-    server_file: Path | None
-    """server.json of a `moerl serve`; None if the engine is given in another way."""
-    embedded: Path | None
-    """Model directory for the embedded engine; None if the engine is given in another way."""
-    model: Path | None
-    """Model directory to compare with, computed by transformers; None = no comparison."""
-    checks: tuple[ConformanceCheck, ...]
-    """Checks to run, in the order of the suite."""
-    updates_weights: bool
-    """True if the engine's weights are replaced on the way, and put back."""
-    as_json: bool
-    """True to print one JSON document."""
 
 
 def parser() -> Parser:

@@ -15,12 +15,11 @@ from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
-from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
+from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at
 from moerl.rollout.conformance.subject import AcrossUpdate, Ask, ReferenceJudge, Subject, SubjectFacts
 from moerl.rollout.conformance.suite import (
-    CHECKS,
     CheckResult,
-    ConformanceCheck,
+    ConformanceOptions,
     as_json,
     conforms,
     counts,
@@ -36,25 +35,7 @@ _MAX_RUNNING = 64
 _BUCKET_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class EngineUnderTest:
-    """Engine under test: one of `embedded`, `server_file` and `url`."""
-
-    url: str = ""
-    """Address of a server, http or https; empty if the engine is given in another way."""
-    server_file: Path | None = None
-    """server.json of a `moerl serve`; None if the engine is given in another way."""
-    embedded: Path | None = None
-    """Model directory for the embedded engine; None if the engine is given in another way."""
-    model: Path | None = None
-    """Model directory of the reference; None = no reference, for the embedded engine its own directory."""
-    updates_weights: bool = False
-    """True if the checks may replace the engine's weights, and put them back."""
-
-
-def run_conformance(
-    target: EngineUnderTest, checks: Sequence[ConformanceCheck] = CHECKS, *, prints_json: bool = False
-) -> int:
+def run_conformance(options: ConformanceOptions) -> int:
     """Runs the checks, and prints which pass, which fail and why.
 
     Returns:
@@ -63,43 +44,44 @@ def run_conformance(
     Raises:
         ConfigError: a model is damaged, or not the one of the engine. EngineError: the engine cannot be reached.
     """
-    subject, judge = open_subject(target)
+    subject, judge = open_subject(options)
     with closing(subject):
-        bench = Bench(subject, secrets.token_hex(4), judge, target.updates_weights)
+        bench = Bench(subject, secrets.token_hex(4), judge, options.updates_weights)
         name, verdicts = subject.facts.name, list[CheckResult]()
-        if not prints_json:
+        if not options.as_json:
             print(f"{name}\n")
-        for verdict in run_checks(bench, checks):
+        for verdict in run_checks(bench, options.checks):
             verdicts.append(verdict)
-            lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
-            print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
-        print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
+            lines = [f"{verdict.check}: {verdict.outcome}"] if options.as_json else verdict_lines(verdict)
+            print("\n".join(lines), file=sys.stderr if options.as_json else sys.stdout, flush=True)
+        print(as_json(name, verdicts) if options.as_json else f"\n{counts(verdicts)}")
     return 0 if conforms(verdicts) else 1
 
 
-def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | None]:
+def open_subject(options: ConformanceOptions) -> tuple[Subject, ReferenceJudge | None]:
     """Opens the engine, and the reference if a model is given.
 
     Raises:
         ConfigError, EngineError: as `run_conformance`.
     """
-    if target.embedded is not None:
-        subject = _embedded(target.embedded, updates_weights=target.updates_weights)
-        return subject, _judge(target.model or target.embedded, subject.facts.spec)
-    subject = _server(target)
-    return subject, None if target.model is None else _judge(target.model, subject.facts.spec)
+    model = options.model or options.embedded
+    subject = _server(options) if options.embedded is None else _embedded(options.embedded, options.updates_weights)
+    return subject, None if model is None else _judge(model, subject.facts.spec)
 
 
-def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
+def _embedded(folder: Path, updates_weights: bool) -> Subject:
     from moerl.ranks.libraries import quiet_libraries
-    from moerl.rollout.conformance.embedded import embedded_subject
+    from moerl.rollout.conformance.engines import EngineSubject
     from moerl.rollout.conformance.weights import RenumberedWeights
+    from moerl.rollout.factory import embedded_engine
 
     model = read_model(folder)
     check_weights(folder)
     quiet_libraries()
     weights = RenumberedWeights(model, checkpoint_shapes(folder, model.hf_config)) if updates_weights else None
-    return embedded_subject(model, "float32", weights)
+    engine = embedded_engine(model, dtype="float32", max_running=_MAX_RUNNING, version=0)
+    name = f"embedded engine, {model.folder}, float32"
+    return EngineSubject(engine, SubjectFacts(name, model.spec, model.max_positions, "float32", pool_tokens=0), weights)
 
 
 def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
@@ -122,16 +104,18 @@ def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
-def _server(target: EngineUnderTest) -> Subject:
-    file = target.server_file
-    endpoint = Endpoint(target.url, NO_KEY, NO_KEY) if file is None else read_endpoint(file)
+def _server(options: ConformanceOptions) -> Subject:
+    file = options.server_file
+    endpoint = Endpoint(options.url, NO_KEY, NO_KEY) if file is None else read_endpoint(file)
     says = look_at(endpoint)
     if says.report is None:
-        return _upstream(endpoint, says, target.model)
-    spec = spec_of_report(says.report, "conformance")
-    name = f"SGLang {says.release} with patches {says.report.fingerprint}, {endpoint.url}, {says.dtype}"
-    facts = SubjectFacts(name, spec, says.report.max_request_tokens, says.dtype, says.pool_tokens)
-    update = _update(endpoint, facts, says, target.model) if target.updates_weights and target.model else None
+        return _upstream(endpoint, says, options.model)
+    report = says.report
+    num_layers = len(report.moe_layers)
+    spec = ModelSpec(num_layers, report.experts_per_token, report.num_experts, report.vocab_size, "conformance")
+    name = f"SGLang {says.release} with patches {report.fingerprint}, {endpoint.url}, {says.dtype}"
+    facts = SubjectFacts(name, spec, report.max_request_tokens, says.dtype, says.pool_tokens)
+    update = _update(endpoint, facts, says, options.model) if options.updates_weights and options.model else None
     return ServerSubject(endpoint, facts, PatchedDialect(spec), seconds=_ANSWER_SECONDS, update=update)
 
 

@@ -10,11 +10,11 @@ import pytest
 from moerl.cli import main
 from moerl.errors import EngineError
 from moerl.models.description import read_model
-from moerl.offline.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import open_subject
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import UpstreamDialect
 from moerl.rollout.conformance.servers import ServerSubject
-from moerl.rollout.conformance.suite import CHECKS, Outcome, run_checks
+from moerl.rollout.conformance.suite import CHECKS, ConformanceOptions, Outcome, run_checks
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
@@ -47,7 +47,7 @@ def test_a_server_whose_pool_is_large_cannot_be_made_to_retract(
 
 def test_fields_of_upstream_are_judged_as_they_are(server: SGLangServer, model_folder: Path):
     """The same server, asked as if it had no patches: routes are whole, kept sets unsorted."""
-    subject, judge = open_subject(EngineUnderTest(server_file=server.folder / "server.json", model=model_folder))
+    subject, judge = open_subject(ConformanceOptions(server_file=server.folder / "server.json", model=model_folder))
     dialect = UpstreamDialect(subject.facts.spec, read_model(model_folder).num_layers, takes_seeds=True)
     upstream = ServerSubject(server.endpoint, subject.facts, dialect, seconds=120.0, update=None)
     found = {verdict.check: verdict.outcome for verdict in run_checks(Bench(upstream, "upstream", judge))}
@@ -70,4 +70,4 @@ def test_a_server_without_patches_fails_with_reasons(
 
 def test_a_wrong_key_is_said(server: SGLangServer):
     with pytest.raises(EngineError, match="does not know our key"):
-        open_subject(EngineUnderTest(url=server.endpoint.url))
+        open_subject(ConformanceOptions(url=server.endpoint.url))

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from moerl.errors import MoerlError
 from moerl.printable import printable
 from moerl.rollout.conformance import answer_checks as answers
 from moerl.rollout.conformance import sampling_checks as sampling
 from moerl.rollout.conformance import sequence_checks as sequences
-from moerl.rollout.conformance.bench import Bench, FailedCheckError
+from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.subject import CannotAskError
 
 SCHEMA = "moerl-conformance-1"
@@ -112,22 +113,38 @@ _CHECKS: tuple[tuple[str, str, Callable[[Bench], str]], ...] = (
 CHECKS = tuple(ConformanceCheck(name, asks, run) for name, asks, run in _CHECKS)
 
 
+@dataclass(frozen=True, slots=True)
+class ConformanceOptions:
+    """Options of `moerl conformance`: the engine to test, one of `url`, `server_file` and `embedded`, and how."""
+
+    url: str = ""
+    """Address of a server, http or https; empty if the engine is given in another way."""
+    server_file: Path | None = None
+    """server.json of a `moerl serve`; None if the engine is given in another way."""
+    embedded: Path | None = None
+    """Model directory for the embedded engine; None if the engine is given in another way."""
+    model: Path | None = None
+    """Model directory to compare with, computed by transformers; None = no comparison, for the embedded engine its own
+    directory."""
+    checks: tuple[ConformanceCheck, ...] = CHECKS
+    """Checks to run, in the order of the suite."""
+    updates_weights: bool = False
+    """True if the engine's weights are replaced on the way, and put back."""
+    as_json: bool = False
+    """True to print one JSON document."""
+
+
 def run_checks(bench: Bench, checks: Sequence[ConformanceCheck] = CHECKS) -> Iterator[CheckResult]:
     """Runs checks one after the other; yields as each is done."""
     for check in checks:
-        yield _run(bench, check)
-
-
-def _run(bench: Bench, check: ConformanceCheck) -> CheckResult:
-    try:
-        return CheckResult(check.name, check.asks, Outcome.PASS, check.run(bench))
-    except CannotAskError as error:
-        return CheckResult(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
-    except FailedCheckError as error:
-        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen, error.expected)
-    except MoerlError as error:
-        # The engine refused, or its answer cannot be read.
-        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen or "", error.expected or "")
+        try:
+            result = CheckResult(check.name, check.asks, Outcome.PASS, check.run(bench))
+        except CannotAskError as error:
+            result = CheckResult(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
+        except MoerlError as error:  # the check failed, the engine refused, or its answer cannot be read
+            seen, expected = error.seen or "", error.expected or ""
+            result = CheckResult(check.name, check.asks, Outcome.FAIL, error.what, seen, expected)
+        yield result
 
 
 def verdict_lines(verdict: CheckResult) -> list[str]:

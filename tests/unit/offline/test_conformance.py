@@ -10,7 +10,8 @@ import pytest
 
 from moerl.cli import main
 from moerl.errors import EngineError
-from moerl.offline.conformance import EngineUnderTest, open_subject
+from moerl.offline.conformance import open_subject
+from moerl.rollout.conformance.suite import ConformanceOptions
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +52,4 @@ def test_a_reference_of_another_architecture_is_a_usage_error(
 
 def test_a_server_that_cannot_be_reached_is_named():
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        open_subject(EngineUnderTest(url="http://127.0.0.1:9"))
+        open_subject(ConformanceOptions(url="http://127.0.0.1:9"))
