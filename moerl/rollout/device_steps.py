@@ -73,6 +73,7 @@ class DeviceSteps:
         self._head = cast(nn.Module, model.get_output_embeddings())
         self._num_slots = max_running
         self._cache = SlotCache(self.num_rows(max_running), 0)
+        # Inputs of a step on the host and on the device, int64 [len(_ROWS), R], by R.
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._recorded: dict[_Key, tuple[Step, Tensor]] = {}
         self._recorded_capacity = 0
@@ -108,9 +109,12 @@ class DeviceSteps:
         self._reserve(cache)
         num_rows, kinds = len(tokens), Kinds.of(draw.params, self._spec.vocab_size)
         seen = min(_power(int(positions.max()) + 1, LEAST_TOKENS), cache.capacity)
-        on_host, inputs = self._inputs_of(num_rows)
+        if num_rows not in self._inputs:
+            zeros = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
+            self._inputs[num_rows] = zeros, torch.zeros_like(zeros, device=self._model.device)
+        on_host, inputs = self._inputs[num_rows]
         numbers = on_host.numpy()
-        numbers[_ROWS.index("token")], numbers[_ROWS.index("position")] = tokens, positions
+        numbers[0], numbers[1] = tokens, positions
         _write_asked(numbers, draw)
         inputs.copy_(on_host, non_blocking=True)
         key = num_rows, seen, kinds
@@ -127,8 +131,7 @@ class DeviceSteps:
 
     def _step(self, inputs: Tensor, seen: int, kinds: Kinds, cache: SlotCache) -> Tensor:
         """Computes a decoding step: uint8, as `_packed`. Nothing in it waits for the device."""
-        tokens_R, positions_R = inputs[_ROWS.index("token")], inputs[_ROWS.index("position")]
-        hidden_RH, experts = self._layers.feed_newest(tokens_R, positions_R, seen, cache)
+        hidden_RH, experts = self._layers.feed_newest(inputs[0], inputs[1], seen, cache)
         return _packed(draw_rows(self._logits(hidden_RH), *_asked(inputs), kinds), experts, self._spec)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -141,13 +144,6 @@ class DeviceSteps:
         if cache.capacity != self._recorded_capacity:
             self._recorded.clear()
             self._recorded_capacity = cache.capacity
-
-    def _inputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of a step on the host and on the device, int64 [len(_ROWS), num_rows], all 0 at first."""
-        if num_rows not in self._inputs:
-            on_host = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
-            self._inputs[num_rows] = on_host, torch.zeros_like(on_host, device=self._model.device)
-        return self._inputs[num_rows]
 
     def _unpack(
         self, output: NDArray[np.uint8], num_rows: int, num_listed: int, params: RowParams
