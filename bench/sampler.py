@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
+from moerl.rollout.sampler_kernel import Cuts
 
 NUM_ROWS, NUM_VOCAB, NUM_THREADS, REPEATS = 64, 151_936, 2, 25
 GOAL = 1.05
@@ -40,12 +41,13 @@ def flat_logits() -> Tensor:
 
 def sort_all(logits_NV: Tensor, params: RowParams) -> Tensor:
     """The plain sampler: sort, cut jointly, renormalise, draw by multinomial; float32, no kept sets."""
-    probs_NV = (logits_NV.float() / params.temperature[:, None]).softmax(-1)
+    cuts = Cuts(*(torch.from_numpy(each) for each in params.cuts))
+    probs_NV = (logits_NV.float() / cuts.temperature[:, None]).softmax(-1)
     sorted_NV, ids_NV = probs_NV.sort(dim=-1, descending=True)
     before_NV = sorted_NV.cumsum(-1) - sorted_NV
-    sorted_NV[before_NV > params.top_p[:, None]] = 0.0
+    sorted_NV[before_NV > cuts.top_p[:, None]] = 0.0
     if params.max_top_k:
-        sorted_NV[torch.arange(NUM_VOCAB) >= params.top_k[:, None]] = 0.0
+        sorted_NV[torch.arange(NUM_VOCAB) >= cuts.top_k[:, None]] = 0.0
     return ids_NV.gather(1, torch.multinomial(sorted_NV, 1))
 
 

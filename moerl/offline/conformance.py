@@ -15,7 +15,7 @@ from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
-from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
+from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at
 from moerl.rollout.conformance.subject import AcrossUpdate, Ask, EngineUnderTest, ReferenceJudge, Subject, SubjectFacts
 from moerl.rollout.conformance.suite import (
     CHECKS,
@@ -67,23 +67,24 @@ def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | Non
     Raises:
         ConfigError, EngineError: as `run_conformance`.
     """
-    if target.embedded is not None:
-        subject = _embedded(target.embedded, updates_weights=target.updates_weights)
-        return subject, _judge(target.model or target.embedded, subject.facts.spec)
-    subject = _server(target)
-    return subject, None if target.model is None else _judge(target.model, subject.facts.spec)
+    model = target.model or target.embedded
+    subject = _server(target) if target.embedded is None else _embedded(target.embedded, target.updates_weights)
+    return subject, None if model is None else _judge(model, subject.facts.spec)
 
 
-def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
+def _embedded(folder: Path, updates_weights: bool) -> Subject:
     from moerl.ranks.libraries import quiet_libraries
-    from moerl.rollout.conformance.embedded import embedded_subject
+    from moerl.rollout.conformance.engines import EngineSubject
     from moerl.rollout.conformance.weights import RenumberedWeights
+    from moerl.rollout.factory import embedded_engine
 
     model = read_model(folder)
     check_weights(folder)
     quiet_libraries()
     weights = RenumberedWeights(model, checkpoint_shapes(folder, model.hf_config)) if updates_weights else None
-    return embedded_subject(model, "float32", weights)
+    engine = embedded_engine(model, dtype="float32", max_running=_MAX_RUNNING, version=0)
+    name = f"embedded engine, {model.folder}, float32"
+    return EngineSubject(engine, SubjectFacts(name, model.spec, model.max_positions, "float32", pool_tokens=0), weights)
 
 
 def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
@@ -112,9 +113,11 @@ def _server(target: EngineUnderTest) -> Subject:
     says = look_at(endpoint)
     if says.report is None:
         return _upstream(endpoint, says, target.model)
-    spec = spec_of_report(says.report, "conformance")
-    name = f"SGLang {says.release} with patches {says.report.fingerprint}, {endpoint.url}, {says.dtype}"
-    facts = SubjectFacts(name, spec, says.report.max_request_tokens, says.dtype, says.pool_tokens)
+    report = says.report
+    num_layers = len(report.moe_layers)
+    spec = ModelSpec(num_layers, report.experts_per_token, report.num_experts, report.vocab_size, "conformance")
+    name = f"SGLang {says.release} with patches {report.fingerprint}, {endpoint.url}, {says.dtype}"
+    facts = SubjectFacts(name, spec, report.max_request_tokens, says.dtype, says.pool_tokens)
     update = _update(endpoint, facts, says, target.model) if target.updates_weights and target.model else None
     return ServerSubject(endpoint, facts, PatchedDialect(spec), seconds=_ANSWER_SECONDS, update=update)
 

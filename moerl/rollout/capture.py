@@ -70,7 +70,23 @@ class RoutingCapture:
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
         found = experts_by_layer(model)
         experts = list(found.values())
-        _check_experts(experts, model, spec)
+        if not experts:
+            raise EngineError(
+                "routing capture: the model has no known router",
+                seen=type(model).__name__,
+                expected=f"a model of type {', '.join(FAMILIES)}",
+                remedy="use a supported mixture-of-experts model, or add its family to moerl/models/families",
+            )
+        experts_per_token = getattr(model.config, "num_experts_per_tok", None)
+        sizes = [(module.num_experts, experts_per_token) for module in experts]
+        wanted = [(spec.num_experts, spec.experts_per_token)] * spec.num_moe_layers
+        if sizes != wanted:
+            raise EngineError(
+                "routing capture: the model's routers do not match the spec",
+                seen=f"{len(sizes)} MoE layers with (experts, top-k) {sorted(set(sizes), key=str)}",
+                expected=f"{spec.num_moe_layers} with {(spec.num_experts, spec.experts_per_token)}",
+                remedy="compute the spec from this model's own config (moerl.models.spec)",
+            )
         self._spec = spec
         self._seen: list[list[Tensor]] = [[] for _ in experts]
         self.layer_numbers = tuple(found)
@@ -111,23 +127,3 @@ class RoutingCapture:
         for handle in self._handles:
             handle.remove()
         self.begin()
-
-
-def _check_experts(experts: list[Any], model: PreTrainedModel, spec: ModelSpec) -> None:
-    if not experts:
-        raise EngineError(
-            "routing capture: the model has no known router",
-            seen=type(model).__name__,
-            expected=f"a model of type {', '.join(FAMILIES)}",
-            remedy="use a supported mixture-of-experts model, or add its family to moerl/models/families",
-        )
-    experts_per_token = getattr(model.config, "num_experts_per_tok", None)
-    found = [(module.num_experts, experts_per_token) for module in experts]
-    wanted = [(spec.num_experts, spec.experts_per_token)] * spec.num_moe_layers
-    if found != wanted:
-        raise EngineError(
-            "routing capture: the model's routers do not match the spec",
-            seen=f"{len(found)} MoE layers with (experts, top-k) {sorted(set(found), key=str)}",
-            expected=f"{spec.num_moe_layers} with {(spec.num_experts, spec.experts_per_token)}",
-            remedy="compute the spec from this model's own config (moerl.models.spec)",
-        )

@@ -8,50 +8,15 @@ vocabulary; W = `Kinds.width`, candidates of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moerl.rollout.sampler import RowParams
-from moerl.rollout.sampler_kernel import RELATIVE_ROUNDING, ROUNDING
+from moerl.rollout.sampler_kernel import RELATIVE_ROUNDING, ROUNDING, Cuts, Draws
 
 _LOW = 0xFFFFFFFF
 """The lower half of a rank: what is left of the vocabulary behind a token."""
-
-
-class Asked(NamedTuple):
-    """Sampling parameters of N rows on the device."""
-
-    temperature: Tensor
-    """float32 [N]; 1 for a greedy row."""
-    top_p: Tensor
-    """float64 [N]."""
-    min_p: Tensor
-    """float64 [N]."""
-    top_k: Tensor
-    """int64 [N]; 0 if the full vocabulary is open."""
-    greedy: Tensor
-    """bool [N]."""
-    uniforms: Tensor
-    """float64 [N] in [0, 1)."""
-
-
-class Drawn(NamedTuple):
-    """One token per row, on the device."""
-
-    token_ids: Tensor
-    """int64 [N]."""
-    logprobs: Tensor
-    """float32 [N], nats, within the kept set."""
-    kept_logmass: Tensor
-    """float32 [N], nats; 0 if nothing was cut."""
-    log_z: Tensor
-    """float32 [N]; not finite if the logits of a row are broken."""
-    kept_sizes: Tensor
-    """int64 [N]; 0 if nothing was cut."""
-    kept_ids: Tensor
-    """int32 [N * W]: kept sets one after the other, ascending within a row; 0 behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +36,26 @@ class Kinds:
         return cls(min(width, vocab_size), params.any_open, params.any_top_p)
 
 
-def draw_rows(logits_NV: Tensor, asked: Asked, kinds: Kinds) -> Drawn:
+def draw_rows(logits_NV: Tensor, cuts: Cuts[Tensor], uniforms_N: Tensor, kinds: Kinds) -> Draws[Tensor]:
     """Draws one token per row, by the semantics of `moerl.rollout.sampler`.
 
     Args:
         logits_NV: any float dtype [N, V]; computed on in float32.
+        uniforms_N: float64 [N] in [0, 1).
+
+    Returns:
+        All that was drawn; kept ids, int32 [N * W], are 0 behind the last set.
     """
     # Without a negative zero, which would rank below zero.
-    z_NV = logits_NV.float() / asked.temperature[:, None] + 0.0
+    z_NV = logits_NV.float() / cuts.temperature[:, None] + 0.0
     log_z_N = z_NV.logsumexp(-1)
     if kinds.width == 0:
-        return _draw_open(z_NV, log_z_N, asked)
-    cut = _draw_cut(z_NV, log_z_N, asked, kinds)
+        return _draw_open(z_NV, log_z_N, uniforms_N)
+    cut = _draw_cut(z_NV, log_z_N, cuts, uniforms_N, kinds)
     if not kinds.any_open:
         return cut
-    uncut, is_open = _draw_open(z_NV, log_z_N, asked), asked.top_k == 0
-    return Drawn(
+    uncut, is_open = _draw_open(z_NV, log_z_N, uniforms_N), cuts.top_k == 0
+    return Draws(
         torch.where(is_open, uncut.token_ids, cut.token_ids),
         torch.where(is_open, uncut.logprobs, cut.logprobs),
         cut.kept_logmass.masked_fill(is_open, 0.0),
@@ -96,26 +65,26 @@ def draw_rows(logits_NV: Tensor, asked: Asked, kinds: Kinds) -> Drawn:
     )
 
 
-def _draw_open(z_NV: Tensor, log_z_N: Tensor, asked: Asked) -> Drawn:
+def _draw_open(z_NV: Tensor, log_z_N: Tensor, uniforms_N: Tensor) -> Draws[Tensor]:
     """Draws from the full vocabulary; nothing is listed."""
     cdf_NV = torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64)
-    tokens_N1 = _columns(cdf_NV, asked.uniforms)
+    tokens_N1 = _columns(cdf_NV, uniforms_N)
     logprobs_N = z_NV.gather(1, tokens_N1)[:, 0] - log_z_N
-    return Drawn(
+    return Draws(
         tokens_N1[:, 0],
         logprobs_N.clamp(max=0.0),
         torch.zeros_like(log_z_N),
         log_z_N,
-        torch.zeros_like(asked.top_k),
+        torch.zeros_like(log_z_N, dtype=torch.int64),
         torch.zeros(0, dtype=torch.int32, device=z_NV.device),
     )
 
 
-def _draw_cut(z_NV: Tensor, log_z_N: Tensor, asked: Asked, kinds: Kinds) -> Drawn:
+def _draw_cut(z_NV: Tensor, log_z_N: Tensor, cuts: Cuts[Tensor], uniforms_N: Tensor, kinds: Kinds) -> Draws[Tensor]:
     """Draws from kept sets; of rows with an open vocabulary nothing is listed, and the rest is of no use."""
     num_vocab, width = z_NV.shape[1], kinds.width
     values_NW, ranked_NW = _ranked(z_NV, width)
-    sizes_N = _kept_sizes(z_NV, values_NW, log_z_N, asked, kinds)
+    sizes_N = _kept_sizes(z_NV, values_NW, log_z_N, cuts, kinds)
     places_W = torch.arange(width, device=z_NV.device)
     kept_NW = places_W < sizes_N[:, None]
     ids_NW = torch.where(kept_NW, ranked_NW, num_vocab).sort(dim=-1).values
@@ -124,15 +93,15 @@ def _draw_cut(z_NV: Tensor, log_z_N: Tensor, asked: Asked, kinds: Kinds) -> Draw
     relative_NW = torch.where(kept_NW, z_NW - values_NW[:, :1], -torch.inf).double()
     cdf_NW = relative_NW.exp().cumsum(-1)
     log_kept_N = cdf_NW[:, -1].log()
-    columns_N1 = _columns(cdf_NW, asked.uniforms)
+    columns_N1 = _columns(cdf_NW, uniforms_N)
     logprobs_N = (relative_NW.gather(1, columns_N1)[:, 0] - log_kept_N).float()
     # If everything was kept, both sums run over the same terms in another order: the mass is exactly one.
-    nothing_lost = asked.greedy | (sizes_N == num_vocab)
+    nothing_lost = cuts.greedy | (sizes_N == num_vocab)
     logmass_N = (values_NW[:, 0] + log_kept_N - log_z_N).float().masked_fill(nothing_lost, 0.0)
-    listed_N = sizes_N.masked_fill(asked.top_k == 0, 0)
-    return Drawn(
+    listed_N = sizes_N.masked_fill(cuts.top_k == 0, 0)
+    return Draws(
         ids_NW.gather(1, columns_N1)[:, 0],
-        logprobs_N.clamp(max=0.0).masked_fill(asked.greedy, 0.0),
+        logprobs_N.clamp(max=0.0).masked_fill(cuts.greedy, 0.0),
         _without_rounding(logmass_N, log_z_N),
         log_z_N,
         listed_N,
@@ -154,19 +123,19 @@ def _ranked(z_NV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return z_NV.gather(1, ids_NW), ids_NW
 
 
-def _kept_sizes(z_NV: Tensor, values_NW: Tensor, log_z_N: Tensor, asked: Asked, kinds: Kinds) -> Tensor:
+def _kept_sizes(z_NV: Tensor, values_NW: Tensor, log_z_N: Tensor, cuts: Cuts[Tensor], kinds: Kinds) -> Tensor:
     """Counts the largest tokens that stay: int64 [N], at least 1. Every rule keeps a prefix of the ranking."""
     weights_NW = (values_NW - values_NW[:, :1].double()).exp()
     rank_W = torch.arange(kinds.width, device=z_NV.device)
-    keep_NW = rank_W < asked.top_k[:, None]
-    keep_NW = keep_NW & (weights_NW >= asked.min_p[:, None])
+    keep_NW = rank_W < cuts.top_k[:, None]
+    keep_NW = keep_NW & (weights_NW >= cuts.min_p[:, None])
     # Ids whose probability is 0 in float32 are never drawn.
     keep_NW = keep_NW & (torch.exp(values_NW - log_z_N[:, None]) > 0)
     if kinds.any_top_p:
         before_NW = weights_NW.cumsum(-1) - weights_NW
-        allowed_N1 = asked.top_p[:, None] * _total_weight(z_NV, values_NW, weights_NW)
+        allowed_N1 = cuts.top_p[:, None] * _total_weight(z_NV, values_NW, weights_NW)
         # No sum is compared if top_p is 1: rounding would cut off the tail.
-        keep_NW = keep_NW & ((before_NW <= allowed_N1) | (asked.top_p[:, None] >= 1.0))
+        keep_NW = keep_NW & ((before_NW <= allowed_N1) | (cuts.top_p[:, None] >= 1.0))
     return keep_NW.sum(-1).clamp(min=1)
 
 

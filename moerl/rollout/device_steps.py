@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from moerl.contract.trajectory import ModelSpec
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
-from moerl.rollout.device_sampler import Asked, Drawn, Kinds, draw_rows
-from moerl.rollout.recorded import Recorder, Step
+from moerl.rollout.device_sampler import Kinds, draw_rows
+from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.sampler import RowParams, require_finite
+from moerl.rollout.sampler_kernel import Cuts, Draws
 from moerl.rollout.slots import StepResult
 from moerl.rollout.steps import Draw, Prompts
 from moerl.rollout.transformers_layers import TransformersLayers
@@ -65,23 +66,25 @@ class DeviceSteps:
         capture: RoutingCapture,
         spec: ModelSpec,
         max_running: int,
-        recorder: Recorder,
+        recorder: Unrecorded,
     ) -> None:
         self._model, self._spec, self._recorder = model, spec, recorder
         self._layers = TransformersLayers(model, capture)
         self._head = cast(nn.Module, model.get_output_embeddings())
-        self._cache = SlotCache(self._rounded_rows(max_running, max_running), 0)
         self._num_slots = max_running
+        self._cache = SlotCache(self.num_rows(max_running), 0)
+        # Inputs of a step on the host and on the device, int64 [len(_ROWS), R], by R.
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._recorded: dict[_Key, tuple[Step, Tensor]] = {}
         self._recorded_capacity = 0
 
     def num_rows(self, num_running: int) -> int:
-        return self._rounded_rows(num_running, self._num_slots)
+        """Returns the rows of a step: a power of two, at most the slots in whole eights."""
+        return min(_power(num_running, LEAST_ROWS), -(-self._num_slots // LEAST_ROWS) * LEAST_ROWS)
 
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
         """Returns the cache of all runs, whose room for tokens only grows (`Steps.cache`)."""
-        self._cache.max_tokens = max(self._cache.max_tokens, _whole(max_tokens))
+        self._cache.max_tokens = max(self._cache.max_tokens, -(-max_tokens // LEAST_TOKENS) * LEAST_TOKENS)
         return self._cache
 
     @torch.inference_mode()
@@ -94,7 +97,7 @@ class DeviceSteps:
         inputs = torch.zeros(len(_ROWS), num_rows, dtype=torch.int64)
         _write_asked(inputs.numpy(), draw)
         kinds = Kinds.of(draw.params, self._spec.vocab_size)
-        drawn = draw_rows(self._logits(hidden[rows[0], rows[1]]), _asked(inputs.to(device)), kinds)
+        drawn = draw_rows(self._logits(hidden[rows[0], rows[1]]), *_asked(inputs.to(device)), kinds)
         output = _packed(drawn, experts, self._spec).cpu().numpy()
         step, ids = self._unpack(output, num_rows, num_rows * kinds.width, draw.params)
         return step, ids.reshape(*hidden.shape[:2], *ids.shape[1:])
@@ -106,15 +109,19 @@ class DeviceSteps:
         self._reserve(cache)
         num_rows, kinds = len(tokens), Kinds.of(draw.params, self._spec.vocab_size)
         seen = min(_power(int(positions.max()) + 1, LEAST_TOKENS), cache.capacity)
-        on_host, inputs = self._inputs_of(num_rows)
+        if num_rows not in self._inputs:
+            zeros = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
+            self._inputs[num_rows] = zeros, torch.zeros_like(zeros, device=self._model.device)
+        on_host, inputs = self._inputs[num_rows]
         numbers = on_host.numpy()
-        numbers[_ROWS.index("token")], numbers[_ROWS.index("position")] = tokens, positions
+        numbers[0], numbers[1] = tokens, positions
         _write_asked(numbers, draw)
         inputs.copy_(on_host, non_blocking=True)
         key = num_rows, seen, kinds
         if key not in self._recorded:
             step = self._recorder.record(partial(self._step, inputs, seen, kinds, cache))
-            size = num_rows * (4 * (_WORDS + kinds.width) + self._routing_bytes)
+            routing = self._spec.num_moe_layers * self._spec.experts_per_token
+            size = num_rows * (4 * (_WORDS + kinds.width) + routing * np.dtype(self._spec.expert_dtype).itemsize)
             self._recorded[key] = step, self._recorder.host_buffer(size, dtype=torch.uint8)
         step, output = self._recorded[key]
         output.copy_(step(), non_blocking=True)
@@ -124,9 +131,8 @@ class DeviceSteps:
 
     def _step(self, inputs: Tensor, seen: int, kinds: Kinds, cache: SlotCache) -> Tensor:
         """Computes a decoding step: uint8, as `_packed`. Nothing in it waits for the device."""
-        tokens_R, positions_R = inputs[_ROWS.index("token")], inputs[_ROWS.index("position")]
-        hidden_RH, experts = self._layers.feed_newest(tokens_R, positions_R, seen, cache)
-        return _packed(draw_rows(self._logits(hidden_RH), _asked(inputs), kinds), experts, self._spec)
+        hidden_RH, experts = self._layers.feed_newest(inputs[0], inputs[1], seen, cache)
+        return _packed(draw_rows(self._logits(hidden_RH), *_asked(inputs), kinds), experts, self._spec)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)[:, : self._spec.vocab_size]
@@ -139,23 +145,12 @@ class DeviceSteps:
             self._recorded.clear()
             self._recorded_capacity = cache.capacity
 
-    def _inputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of a step on the host and on the device, int64 [len(_ROWS), num_rows], all 0 at first."""
-        if num_rows not in self._inputs:
-            on_host = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
-            self._inputs[num_rows] = on_host, torch.zeros_like(on_host, device=self._model.device)
-        return self._inputs[num_rows]
-
-    @property
-    def _routing_bytes(self) -> int:
-        return self._spec.num_moe_layers * self._spec.experts_per_token * np.dtype(self._spec.expert_dtype).itemsize
-
     def _unpack(
         self, output: NDArray[np.uint8], num_rows: int, num_listed: int, params: RowParams
     ) -> tuple[StepResult, NDArray[Any]]:
         """Reads what `_packed` wrote; raises `EngineError` if the logits of a row are broken."""
         end = 4 * (_WORDS * num_rows + num_listed)
-        words, num_asked = output[:end].view(np.int32), len(params.greedy)
+        words, num_asked = output[:end].view(np.int32), len(params.cuts.greedy)
         rows = words[: _WORDS * num_rows].reshape(_WORDS, num_rows)[:, :num_asked]
         require_finite(rows[3].view(np.float32))
         sizes = rows[4].astype(np.int64)
@@ -169,11 +164,6 @@ class DeviceSteps:
         shape = self._spec.num_moe_layers, self._spec.experts_per_token
         return step, output[end:].view(self._spec.expert_dtype).reshape(-1, *shape)
 
-    @staticmethod
-    def _rounded_rows(num_running: int, num_slots: int) -> int:
-        """Returns the rows of a step: a power of two, at most the slots in whole eights."""
-        return min(_power(num_running, LEAST_ROWS), -(-num_slots // LEAST_ROWS) * LEAST_ROWS)
-
 
 _ROWS = ("token", "position", "uniform", "temperature", "top_p", "min_p", "top_k", "greedy")
 """Rows of the inputs of a step, int64; the middle four hold the bits of float64 numbers."""
@@ -184,28 +174,25 @@ def _power(count: int, least: int) -> int:
     return least << max(-(-count // least) - 1, 0).bit_length()
 
 
-def _whole(num_tokens: int) -> int:
-    return -(-num_tokens // LEAST_TOKENS) * LEAST_TOKENS
-
-
 def _write_asked(numbers: NDArray[np.int64], draw: Draw) -> None:
     """Writes sampling parameters into the inputs of a step, [len(_ROWS), R], and makes the rest of the rows greedy."""
-    params, n = draw.params, len(draw.uniforms)
+    cuts, n = draw.params.cuts, len(draw.uniforms)
     floats = numbers[2:6].view(np.float64)
     floats[:, n:] = np.array([[0.0], [1.0], [1.0], [0.0]])
     numbers[6:, n:] = 1
-    given = (draw.uniforms, params.temperature.numpy(), params.top_p.numpy(), params.min_p.numpy())
+    given = (draw.uniforms, cuts.temperature, cuts.top_p, cuts.min_p)
     for row, values in zip(floats, given, strict=True):
         row[:n] = values
-    numbers[6, :n], numbers[7, :n] = params.top_k.numpy(), params.greedy.numpy()
+    numbers[6, :n], numbers[7, :n] = cuts.top_k, cuts.greedy
 
 
-def _asked(inputs: Tensor) -> Asked:
+def _asked(inputs: Tensor) -> tuple[Cuts[Tensor], Tensor]:
+    """Reads what `_write_asked` wrote: sampling parameters, and the uniform numbers."""
     uniforms, temperature, top_p, min_p = inputs[2:6].view(torch.float64)
-    return Asked(temperature.float(), top_p, min_p, inputs[6], inputs[7].bool(), uniforms)
+    return Cuts(temperature.float(), top_p, min_p, inputs[6], inputs[7].bool()), uniforms
 
 
-def _packed(drawn: Drawn, experts: Tensor, spec: ModelSpec) -> Tensor:
+def _packed(drawn: Draws[Tensor], experts: Tensor, spec: ModelSpec) -> Tensor:
     """Puts all results of a step one after the other, so that one copy takes them: uint8.
 
     32-bit words first: `_WORDS` rows of R, then the kept ids, R * W. Then the expert ids, [R, L, K], in the dtype of

@@ -9,6 +9,7 @@ them. Nothing is faster or smaller for it: what is emulated is the rounding.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -57,7 +58,7 @@ def round_operands(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
-            cast(Any, module).forward = _Product(module)
+            cast(Any, module).forward = partial(_product, module)
     setattr(model, _MARK, True)
 
 
@@ -66,12 +67,6 @@ def has_eight_bit_products(model: PreTrainedModel) -> bool:
     return getattr(model, _MARK, False)
 
 
-class _Product:
-    """The forward pass of one linear map."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        weight, bias = eight_bit_weight(self._module.weight), self._module.bias
-        return nn.functional.linear(to_eight_bits(inputs), weight, bias)
+def _product(module: nn.Linear, inputs: Tensor) -> Tensor:
+    """Computes the forward pass of one linear map."""
+    return nn.functional.linear(to_eight_bits(inputs), eight_bit_weight(module.weight), module.bias)

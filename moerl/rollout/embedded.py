@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from moerl.rollout.attention import ATTENTION
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.experts import experts_function
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
-from moerl.rollout.rounding import emulate, emulated_dtype
+from moerl.rollout.rounding import emulate
 from moerl.rollout.sampler import RowParams, seeded_uniforms
 from moerl.rollout.schedule import Schedule
 from moerl.rollout.slots import SlotTable
@@ -83,7 +84,8 @@ class EmbeddedEngine:
         self._capture = RoutingCapture(model, spec)
         self._model = model.eval()
         self._model.set_attn_implementation(ATTENTION)
-        self._dtypes, dtype = held_dtypes(model), emulated_dtype(model)
+        self._dtypes = held_dtypes(model)
+        dtype = model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
         self._steps, self.description = steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
@@ -134,8 +136,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: another `generate` or stream is not finished.
         """
-        run = self._open_run(deque(), num_slots=self._max_running)
-        try:
+        with self._running(deque(), num_slots=self._max_running) as run:
             while (requests := take(not run.waiting and not run.table.num_running)) is not None:
                 run.admit(requests)
                 records = []
@@ -143,8 +144,6 @@ class EmbeddedEngine:
                     with self._lock:
                         records = self._step(run)
                 yield records
-        finally:
-            self._close_run(run)
 
     def take_unfinished(self) -> list[str]:
         """Returns `unfinished`, and empties it."""
@@ -227,23 +226,17 @@ class EmbeddedEngine:
         check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
 
     def _generate(self, waiting: deque[RolloutRequest]) -> Iterator[RolloutRecord]:
-        run = self._open_run(waiting, num_slots=min(self._max_running, len(waiting)))
-        try:
+        with self._running(waiting, num_slots=min(self._max_running, len(waiting))) as run:
             while run.waiting or run.table.num_running:
                 with self._lock:
                     records = self._step(run)
                 yield from records
                 if self.between_steps is not None:
                     self.between_steps()
-        finally:
-            self._close_run(run)
 
-    def _close_run(self, run: Schedule) -> None:
-        with self._lock:
-            self.unfinished += run.unfinished_ids
-            self._run = None
-
-    def _open_run(self, waiting: deque[RolloutRequest], *, num_slots: int) -> Schedule:
+    @contextmanager
+    def _running(self, waiting: deque[RolloutRequest], *, num_slots: int) -> Iterator[Schedule]:
+        """Opens a run, the only one of the engine. At its end requests without a record become `unfinished`."""
         max_tokens = room_for(waiting)
         run = Schedule(
             waiting=waiting,
@@ -260,7 +253,12 @@ class EmbeddedEngine:
                 )
             self._run = run
             self.unfinished = []
-        return run
+        try:
+            yield run
+        finally:
+            with self._lock:
+                self.unfinished += run.unfinished_ids
+                self._run = None
 
     @torch.inference_mode()
     def _step(self, run: Schedule) -> list[RolloutRecord]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
 from moerl.models.family import RouterWeights
-from moerl.rollout.capture import RoutingCapture, experts_class, family_of_model
+from moerl.rollout.capture import RoutingCapture, experts_by_layer, family_of_model, routers
 
 
 def softmax_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
@@ -60,17 +60,16 @@ class EnforcedRouting:
         family = family_of_model(model)
         assert family is not None  # or the capture had refused it
         self._weights = WEIGHTS[family.router_weights]
-        wanted = experts_class(family)
-        blocks: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "experts", None), wanted)]
-        self._biases = [getattr(block.gate, "e_score_correction_bias", None) for block in blocks]
+        gates = routers(model)
+        self._biases = [getattr(gate, "e_score_correction_bias", None) for gate in gates]
         self._ranks_by_sigmoid = family.router_weights == "sigmoid"
-        self._logits: list[Tensor | None] = [None] * len(blocks)
+        self._logits: list[Tensor | None] = [None] * len(gates)
         self._margins: list[Tensor] = []
-        for layer, block in enumerate(blocks):
-            block.gate.register_forward_hook(partial(self._keep_logits, layer))
-            block.experts.register_forward_pre_hook(partial(self._replace, layer))
+        for layer, (gate, experts) in enumerate(zip(gates, experts_by_layer(model).values(), strict=True)):
+            gate.register_forward_hook(partial(self._keep_logits, layer))
+            experts.register_forward_pre_hook(partial(self._replace, layer))
         self._used = RoutingCapture(model, spec)
-        self._ids_RLK = torch.zeros(0, len(blocks), spec.experts_per_token, dtype=torch.int64)
+        self._ids_RLK = torch.zeros(0, len(gates), spec.experts_per_token, dtype=torch.int64)
         self._routed_R = torch.zeros(0, dtype=torch.bool)
 
     def begin(self, ids_RLK: Tensor, routed_R: Tensor) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
@@ -82,17 +81,13 @@ def _send_folder(engine: FleetEngine, folder: Path, version: int, options: Engin
         engine.begin_update(WeightUpdate(version, UpdateKind.FULL, options.shapes))
         for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
-            _refuse_quantized(file, tensors)
+            quantized = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
+            if quantized is not None:
+                raise EngineError(
+                    f"{file}: {quantized!r} cannot be sent to a server",
+                    seen=tensors[quantized].dtype,
+                    expected="float32, bfloat16 or float16",
+                    remedy="let the run start its own server: rollout=sglang",
+                )
             engine.receive(tensors.items())
         engine.end_update()
-
-
-def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    quantized = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
-    if quantized is not None:
-        raise EngineError(
-            f"{file}: {quantized!r} cannot be sent to a server",
-            seen=tensors[quantized].dtype,
-            expected="float32, bfloat16 or float16",
-            remedy="let the run start its own server: rollout=sglang",
-        )

@@ -24,11 +24,23 @@ def lent_weights(model: Any, *, dtype: torch.dtype, device: torch.device) -> Ite
     Args:
         model: of `AutoModelForCausalLM`. dtype: of parameters while they are lent. device: for these.
     """
-    loans = [_Loan(part, dtype, device) for part in parts_of(model)]
+    own: list[tuple[Tensor, Tensor]] = []  # of the part that runs
+
+    def take(part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for tensor in chain(part.parameters(), part.buffers()):
+            wanted = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+            own.append((tensor, tensor.data))
+            tensor.data = tensor.data.to(device, wanted)
+
+    def give_back(part: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for tensor, data in own:
+            tensor.data = data
+        own.clear()
+
     with contextlib.ExitStack() as hooks:
-        for loan in loans:
-            hooks.callback(loan.part.register_forward_pre_hook(loan.take).remove)
-            hooks.callback(loan.part.register_forward_hook(loan.give_back, always_call=True).remove)
+        for part in parts_of(model):
+            hooks.callback(part.register_forward_pre_hook(take).remove)
+            hooks.callback(part.register_forward_hook(give_back, always_call=True).remove)
         yield
 
 
@@ -53,22 +65,3 @@ def parts_of(model: Any) -> list[nn.Module]:
             remedy="score in the dtype of the model's weights, or report the model's name",
         )
     return parts
-
-
-class _Loan:
-    """The copy that a part computes with."""
-
-    def __init__(self, part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self.part, self._dtype, self._device = part, dtype, device
-        self._own: list[tuple[Tensor, Tensor]] = []
-
-    def take(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for tensor in chain(part.parameters(), part.buffers()):
-            dtype = self._dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
-            self._own.append((tensor, tensor.data))
-            tensor.data = tensor.data.to(self._device, dtype)
-
-    def give_back(self, part: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for tensor, own in self._own:
-            tensor.data = own
-        self._own.clear()

@@ -27,7 +27,7 @@ from moerl.contract.commands import ReceiverAddress
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import MoerlError, WeightSyncError, closing
 from moerl.processes.admission import Admission, connect
-from moerl.rollout.shared_memory import SharedMemory, TensorPlace, fill, lay_out, tensor_at
+from moerl.rollout.shared_memory import SharedMemory, TensorPlace, tensor_at, write_flat
 
 TakeBucket = Callable[[int, Iterable[tuple[str, Tensor]]], None]
 """Called with the version of the update and tensors by checkpoint name, which are written over after it returns."""
@@ -123,11 +123,8 @@ class PushingSink:
             places, num_bytes = self._memory.put(tensors)
             self._push(_Bucket(self._version, places, num_bytes, self._memory.path), None)
             return
-        held = [(name, tensor.detach()) for name, tensor in tensors]
-        places, num_bytes = lay_out(held)
-        flat = torch.empty(num_bytes, dtype=torch.uint8)
-        fill(flat, places, held)
-        self._push(_Bucket(self._version, places, num_bytes), flat)
+        places, flat = write_flat(tensors, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        self._push(_Bucket(self._version, places, flat.numel()), flat)
 
     def end_update(self) -> None:
         """Does nothing: the controller ends the engine's update."""

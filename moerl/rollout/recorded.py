@@ -9,7 +9,7 @@ cache are written in place, and nothing in it may depend on a value that the hos
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -23,23 +23,8 @@ _WARM_UPS = 2
 """Runs before a recording, in which libraries choose kernels and take their workspaces."""
 
 
-class Recorder(Protocol):
-    """A recorder of the steps of one device."""
-
-    def record(self, step: Step) -> Step:
-        """Returns a function that runs the step again, into the same output. The step itself may run several times."""
-        ...
-
-    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory of the host that the device copies from and to without the host's help."""
-        ...
-
-    def wait(self) -> None:
-        """Waits until the device has done all that it was given."""
-
-
 class Unrecorded:
-    """A `Recorder` that runs steps as they are: for models whose steps cannot be recorded, and to look for faults.
+    """A recorder that runs steps as they are: for models whose steps cannot be recorded, and to look for faults.
 
     Args:
         device: of the steps; any.
@@ -49,25 +34,29 @@ class Unrecorded:
         self._device = device
 
     def record(self, step: Step) -> Step:
+        """Returns a function that runs the step again, into the same output. The step itself may run several times."""
         return step
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory of the host that the device copies from and to without the host's help."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
 
 class CudaGraphs(Unrecorded):
-    """A `Recorder` of CUDA graphs. They share memory for what they compute on the way, since one runs at a time."""
+    """A recorder of CUDA graphs. They share memory for what they compute on the way, since one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
+    @override
     def record(self, step: Step) -> Step:
-        """Records the step as a graph; returns what replays it (`Recorder.record`). Raises `EngineError` if the step
+        """Records the step as a graph; returns what replays it (`Unrecorded.record`). Raises `EngineError` if the step
         cannot be recorded."""
         current, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         other.wait_stream(current)

@@ -6,14 +6,14 @@ Runs inside the rollout engine. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
+from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
 from moerl.errors import RequestRefusedError
 
 
@@ -29,56 +29,43 @@ def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_posi
     seen: set[str] = set()
     for request in requests:
         rollout_id = request.lineage.rollout_id
+        fault = next(_faults(request, spec.vocab_size, max_positions), None)
         if rollout_id in seen:
-            raise _refusal(rollout_id, "rollout_id", rollout_id, "unique ids within one call")
+            fault = "rollout_id", rollout_id, "unique ids within one call"
+        if fault is not None:
+            field, value, expected = fault
+            what = f"request {rollout_id!r}: {field}"
+            raise RequestRefusedError(what, seen=value, expected=expected, remedy="correct the request")
         seen.add(rollout_id)
-        _check_lengths(request, max_positions)
-        _check_tokens(rollout_id, "prompt_ids", request.prompt_ids, spec.vocab_size)
-        _check_tokens(rollout_id, "stop_ids", request.stop_ids, spec.vocab_size)
-        _check_sampling(rollout_id, request.sampling)
-        if not 0 <= request.known_rows < len(request.prompt_ids):
-            raise _refusal(rollout_id, "known_rows", request.known_rows, f"in [0, {len(request.prompt_ids)})")
 
 
-def _check_lengths(request: RolloutRequest, max_positions: int) -> None:
-    rollout_id, num_prompt = request.lineage.rollout_id, len(request.prompt_ids)
+def _faults(request: RolloutRequest, vocab_size: int, max_positions: int) -> Iterator[tuple[str, object, str]]:
+    """Yields field, value seen and values expected of what is wrong; what comes behind the first may follow from it."""
+    num_prompt, num_new, sampling = len(request.prompt_ids), request.max_new_tokens, request.sampling
     if num_prompt == 0:
-        raise _refusal(rollout_id, "prompt_ids", "no token", "at least one token")
-    if request.max_new_tokens < 1:
-        raise _refusal(rollout_id, "max_new_tokens", request.max_new_tokens, "at least 1")
+        yield "prompt_ids", "no token", "at least one token"
+    if num_new < 1:
+        yield "max_new_tokens", num_new, "at least 1"
     # The last sampled token is never fed to the model.
-    num_inputs = num_prompt + request.max_new_tokens - 1
-    if num_inputs > max_positions:
-        raise _refusal(
-            rollout_id,
-            "prompt_ids and max_new_tokens",
-            f"{num_prompt} + {request.max_new_tokens} tokens",
-            f"at most {max_positions} inputs, the model's max_position_embeddings",
-        )
-
-
-def _check_tokens(rollout_id: str, field: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise _refusal(rollout_id, field, f"token id {wrong}", f"ids in [0, {vocab_size})")
-
-
-def _check_sampling(rollout_id: str, sampling: SamplingParams) -> None:
+    if num_prompt + num_new - 1 > max_positions:
+        expected = f"at most {max_positions} inputs, the model's max_position_embeddings"
+        yield "prompt_ids and max_new_tokens", f"{num_prompt} + {num_new} tokens", expected
+    for field, ids in (("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids)):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            yield field, f"token id {wrong}", f"ids in [0, {vocab_size})"
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise _refusal(rollout_id, "temperature", sampling.temperature, "finite, at least 0")
+        yield "temperature", sampling.temperature, "finite, at least 0"
     if not 0 < sampling.top_p <= 1:
-        raise _refusal(rollout_id, "top_p", sampling.top_p, "in (0, 1]")
+        yield "top_p", sampling.top_p, "in (0, 1]"
     if not 0 <= sampling.min_p < 1:
-        raise _refusal(rollout_id, "min_p", sampling.min_p, "in [0, 1)")
+        yield "min_p", sampling.min_p, "in [0, 1)"
     if sampling.top_k is not None and not 1 <= sampling.top_k <= MAX_KEPT_IDS:
-        raise _refusal(rollout_id, "top_k", sampling.top_k, f"None, or in [1, {MAX_KEPT_IDS}]")
+        yield "top_k", sampling.top_k, f"None, or in [1, {MAX_KEPT_IDS}]"
     if not -(2**63) <= sampling.seed < 2**63:
-        raise _refusal(rollout_id, "seed", sampling.seed, "a signed 64-bit integer")
-
-
-def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> RequestRefusedError:
-    what = f"request {rollout_id!r}: {field}"
-    return RequestRefusedError(what, seen=seen, expected=expected, remedy="correct the request")
+        yield "seed", sampling.seed, "a signed 64-bit integer"
+    if not 0 <= request.known_rows < num_prompt:
+        yield "known_rows", request.known_rows, f"in [0, {num_prompt})"
 
 
 def room_for(requests: Iterable[RolloutRequest]) -> int:

@@ -17,17 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from moerl.rollout import host
-
 
 def rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Returns `values` in their own dtype, each rounded to a number that `dtype` has; unchanged if `dtype` is None."""
     return values if dtype is None else values.to(dtype).to(values.dtype)
-
-
-def emulated_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Returns the 16-bit type that a model on a CPU holds its weights in; None if there is nothing to emulate."""
-    return model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
 
 
 def emulate(model: PreTrainedModel, dtype: torch.dtype, routers: list[nn.Module]) -> Callable[[], None]:

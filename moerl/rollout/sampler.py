@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,16 +39,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class RowParams:
     """Sampling parameters of N rows."""
 
-    temperature: Tensor
-    """float32 [N]; 1 for a greedy row."""
-    top_p: Tensor
-    """float64 [N]; 1 for a greedy row."""
-    min_p: Tensor
-    """float64 [N]; 0 for a greedy row."""
-    top_k: Tensor
-    """int64 [N]; 0 if the full vocabulary is open, 1 for a greedy row."""
-    greedy: Tensor
-    """bool [N]."""
+    cuts: Cuts[NDArray[Any]]
+    """Parameters of each row."""
     max_top_k: int
     """The largest top_k, of these rows or of the rows that they were chosen from."""
     any_open: bool
@@ -62,27 +55,18 @@ class RowParams:
         temperature = [1.0 if p.is_greedy else p.temperature for p in params]
         top_p = [1.0 if p.is_greedy else p.top_p for p in params]
         min_p = [0.0 if p.is_greedy else p.min_p for p in params]
-        return cls(
-            temperature=torch.tensor(temperature, dtype=torch.float32),
-            top_p=torch.tensor(top_p, dtype=torch.float64),
-            min_p=torch.tensor(min_p, dtype=torch.float64),
-            top_k=torch.tensor(top_k, dtype=torch.int64),
-            greedy=torch.tensor([p.is_greedy for p in params], dtype=torch.bool),
-            max_top_k=max(top_k),
-            any_open=min(top_k) == 0,
-            any_top_p=min(top_p) < 1.0,
+        cuts = Cuts(
+            temperature=np.array(temperature, np.float32),
+            top_p=np.array(top_p, np.float64),
+            min_p=np.array(min_p, np.float64),
+            top_k=np.array(top_k, np.int64),
+            greedy=np.array([p.is_greedy for p in params], np.bool_),
         )
+        return cls(cuts, max_top_k=max(top_k), any_open=min(top_k) == 0, any_top_p=min(top_p) < 1.0)
 
     def rows(self, index: NDArray[np.int64]) -> RowParams:
         """Returns the named rows, with the bounds of all of them."""
-        return replace(
-            self,
-            temperature=self.temperature[index],
-            top_p=self.top_p[index],
-            min_p=self.min_p[index],
-            top_k=self.top_k[index],
-            greedy=self.greedy[index],
-        )
+        return replace(self, cuts=Cuts(*(each[index] for each in self.cuts)))
 
 
 def seeded_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -115,7 +99,7 @@ def sample(
         return _sample_cut(logits_NV, params, uniforms_N, capture)
     if params.max_top_k == 0:
         return _sample_open(logits_NV, params, uniforms_N)
-    is_open = params.top_k.numpy() == 0
+    is_open = params.cuts.top_k == 0
     cut, uncut = np.flatnonzero(~is_open), np.flatnonzero(is_open)
     of_cut = _sample_cut(logits_NV[cut], params.rows(cut), uniforms_N[cut], capture)
     of_open = _sample_open(logits_NV[uncut], params.rows(uncut), uniforms_N[uncut])
@@ -132,7 +116,7 @@ def sample(
 
 def _sample_open(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64]) -> StepResult:
     """Samples rows with the full vocabulary: nothing is listed."""
-    z_NV = logits_NV.float() / params.temperature[:, None]
+    z_NV = logits_NV.float() / torch.from_numpy(params.cuts.temperature)[:, None]
     log_z_N = torch.logsumexp(z_NV, dim=-1)
     require_finite(log_z_N.numpy())
     cdf_NV = torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64)
@@ -153,21 +137,20 @@ def _sample_open(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64])
 def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64], capture: bool) -> StepResult:
     """Samples rows with a finite top-k."""
     num_rows, num_vocab = logits_NV.shape
-    asked = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy)
-    draws = Draws(
+    draws: Draws[NDArray[Any]] = Draws(
         token_ids=np.empty(num_rows, np.int64),
         logprobs=np.empty(num_rows, np.float32),
-        kept_mass=np.empty(num_rows, np.float32),
+        kept_logmass=np.empty(num_rows, np.float32),
         log_z=np.empty(num_rows, np.float32),
         kept_sizes=np.empty(num_rows, np.int64),
         kept_ids=np.empty(num_rows * min(params.max_top_k, num_vocab), np.int32),
     )
     logits = logits_NV.float().contiguous().numpy()
-    num_kept = sample_rows(logits, Cuts(*(each.numpy() for each in asked)), u_N, draws)
+    num_kept = sample_rows(logits, params.cuts, u_N, draws)
     require_finite(draws.log_z)
     if not capture:
-        draws.kept_mass[:], draws.kept_sizes[:], num_kept = 0.0, 0, 0
-    return StepResult(draws.token_ids, draws.logprobs, draws.kept_mass, draws.kept_ids[:num_kept], draws.kept_sizes)
+        draws.kept_logmass[:], draws.kept_sizes[:], num_kept = 0.0, 0, 0
+    return StepResult(draws.token_ids, draws.logprobs, draws.kept_logmass, draws.kept_ids[:num_kept], draws.kept_sizes)
 
 
 def require_finite(log_z_N: NDArray[np.float32]) -> None:

@@ -21,41 +21,44 @@ RELATIVE_ROUNDING = 4 * float(np.finfo(np.float32).eps)
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
-class Cuts(NamedTuple):
-    """Sampling parameters of N rows."""
+class Cuts[T](NamedTuple):
+    """Sampling parameters of N rows: arrays on the host, tensors on a device."""
 
-    temperature: Any
+    temperature: T
     """float32 [N]; 1 for a greedy row."""
-    top_p: Any
-    """float64 [N]."""
-    min_p: Any
-    """float64 [N]."""
-    top_k: Any
-    """int64 [N], at least 1."""
-    greedy: Any
+    top_p: T
+    """float64 [N]; 1 for a greedy row."""
+    min_p: T
+    """float64 [N]; 0 for a greedy row."""
+    top_k: T
+    """int64 [N]; 0 if the full vocabulary is open, 1 for a greedy row."""
+    greedy: T
     """bool [N]."""
 
 
-class Draws(NamedTuple):
-    """Results for N rows, which `sample_rows` writes."""
+class Draws[T](NamedTuple):
+    """One token for each of N rows: arrays on the host, which `sample_rows` writes, or tensors on a device."""
 
-    token_ids: Any
+    token_ids: T
     """int64 [N]."""
-    logprobs: Any
+    logprobs: T
     """float32 [N], nats, within the kept set."""
-    kept_mass: Any
-    """float32 [N], nats: the log of the mass of the kept set."""
-    log_z: Any
-    """float32 [N]; not finite if the row is broken."""
-    kept_sizes: Any
-    """int64 [N]."""
-    kept_ids: Any
-    """int32, room for all kept sets one after the other."""
+    kept_logmass: T
+    """float32 [N], nats; 0 if nothing was cut."""
+    log_z: T
+    """float32 [N]; not finite if the logits of a row are broken."""
+    kept_sizes: T
+    """int64 [N]; 0 if nothing was cut."""
+    kept_ids: T
+    """int32: kept sets one after the other, ascending within a row, and what room there is behind the last one."""
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
-    """Draws one token per row; returns how many kept ids there are. logits: float32 [N, V]; uniforms: float64 [N]."""
+    """Draws one token per row; returns how many kept ids there are.
+
+    logits: float32 [N, V]; uniforms: float64 [N]; no row has top_k 0.
+    """
     num_rows, num_vocab = logits.shape
     most = 1
     for r in range(num_rows):
@@ -82,7 +85,7 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
         # All of the vocabulary is summed up in two orders; the mass is exactly one.
         is_whole = size == num_vocab or cuts.greedy[r]
         rounding = max(ROUNDING, RELATIVE_ROUNDING * abs(draws.log_z[r]))
-        draws.kept_mass[r] = np.float32(0.0) if is_whole or 0 < mass <= rounding else mass
+        draws.kept_logmass[r] = np.float32(0.0) if is_whole or 0 < mass <= rounding else mass
     return end
 
 

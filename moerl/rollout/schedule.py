@@ -17,9 +17,6 @@ from moerl.rollout.requests import room_for
 from moerl.rollout.sampler import RowParams
 from moerl.rollout.slots import SlotTable
 
-_MAX_PREFILL_TOKENS = PREFILL_TOKENS
-"""Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
-
 _ROOM_TOKENS = 64
 """Room of slots grows by whole numbers of this."""
 
@@ -68,7 +65,8 @@ class Schedule:
         longest = count = 0
         for request in list(self.waiting)[:free]:
             longest = max(longest, len(request.prompt_ids))
-            if count and (count + 1) * longest > _MAX_PREFILL_TOKENS:
+            # Bounds the memory of a prefill. A longer prompt is prefilled alone.
+            if count and (count + 1) * longest > PREFILL_TOKENS:
                 break
             count += 1
         return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
@@ -26,20 +26,24 @@ class TensorPlace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Bytes from the start of the memory."""
 
 
-def lay_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
-    """Returns places for tensors behind one another, and the bytes that all take."""
+def write_flat(
+    tensors: Iterable[tuple[str, Tensor]], room: Callable[[int], Tensor]
+) -> tuple[list[TensorPlace], Tensor]:
+    """Copies tensors behind one another into memory; returns their places, and the bytes that all take.
+
+    Args:
+        room: returns uint8, of so many bytes at least.
+    """
+    held = [(name, tensor.detach()) for name, tensor in tensors]
     places, end = list[TensorPlace](), 0
-    for name, tensor in tensors:
+    for name, tensor in held:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         places.append(TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
         end = offset + tensor.numel() * tensor.element_size()
-    return places, end
-
-
-def fill(flat: Tensor, places: Sequence[TensorPlace], tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies tensors to their places in uint8 [bytes]."""
-    for place, (_, tensor) in zip(places, tensors, strict=True):
+    flat = room(end)
+    for place, (_, tensor) in zip(places, held, strict=True):
         tensor_at(flat, place).copy_(tensor)
+    return places, flat[:end]
 
 
 def tensor_at(flat: Tensor, place: TensorPlace) -> Tensor:
@@ -73,14 +77,16 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
-        """Copies tensors in, from the start of the memory, which grows as needed; returns as `lay_out`."""
-        held = [(name, tensor.detach()) for name, tensor in tensors]
-        places, num_bytes = lay_out(held)
+        """Copies tensors in, from the start of the memory, which grows as needed; returns their places, and the number
+        of bytes that all take."""
+        places, flat = write_flat(tensors, self._grown)
+        return places, flat.numel()
+
+    def _grown(self, num_bytes: int) -> Tensor:
         # Never made shorter: another process may see more of it, and a write behind its end kills that process.
         if num_bytes > os.fstat(self.descriptor).st_size:
             os.ftruncate(self.descriptor, num_bytes)
-        fill(self.mapped(num_bytes), places, held)
-        return places, num_bytes
+        return self.mapped(num_bytes)
 
     def mapped(self, num_bytes: int) -> Tensor:
         """Returns the memory, uint8 of so many bytes at least; it is written over by the next `put`."""

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from moerl.rollout.blocks import whole_blocks
 from moerl.rollout.cache import SlotCache
+from moerl.rollout.compiled_layers import CompiledLayers
 from moerl.rollout.independent_rows import IndependentRows
 from moerl.rollout.sampler import RowParams, sample
 from moerl.rollout.slots import StepResult
+from moerl.rollout.transformers_layers import TransformersLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,6 @@ class Draw:
     """Parameters, on the host."""
     uniforms: NDArray[np.float64]
     """float64 in [0, 1), one per row."""
-
-
-class Layers(Protocol):
-    """The layers of a model on a CPU, as `moerl.rollout.compiled_layers.CompiledLayers`."""
-
-    def decode(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
-    ) -> tuple[Tensor, NDArray[np.int64]]: ...
-
-    def prefill(
-        self, prompts: Sequence[NDArray[np.int64]], slots: NDArray[np.int64], cache: SlotCache
-    ) -> tuple[Tensor, NDArray[np.int64]]: ...
 
 
 class Steps(Protocol):
@@ -95,7 +85,7 @@ class HostSteps:
         layers: of the model. head: its language-model head. vocab_size: ids that may be drawn.
     """
 
-    def __init__(self, layers: Layers, head: nn.Module, vocab_size: int) -> None:
+    def __init__(self, layers: CompiledLayers | TransformersLayers, head: nn.Module, vocab_size: int) -> None:
         self.layers, self._head, self._vocab_size = layers, head, vocab_size
 
     def num_rows(self, num_running: int) -> int:

@@ -13,7 +13,7 @@ from moerl.rollout import host
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
 from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
-from moerl.rollout.recorded import CudaGraphs, Recorder, Unrecorded
+from moerl.rollout.recorded import CudaGraphs, Unrecorded
 from moerl.rollout.steps import HostSteps, Steps
 from moerl.rollout.transformers_layers import TransformersLayers
 
@@ -42,7 +42,7 @@ def steps_of(
     why_not = why_not_recorded(model) if record else "rollout.record_steps is false"
     if not why_not and device.type != "cuda":
         why_not = f"{device.type} has no CUDA graphs"
-    recorder: Recorder = Unrecorded(device) if why_not else CudaGraphs(device)
+    recorder = Unrecorded(device) if why_not else CudaGraphs(device)
     how = f"not recorded: {why_not}" if why_not else "recorded as CUDA graphs"
     steps = DeviceSteps(model, capture, spec, max_running, recorder)
     return steps, f"embedded engine on {device}, {precision}; decoding steps {how}"

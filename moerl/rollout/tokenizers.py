@@ -24,8 +24,6 @@ TOKENIZER_PROMPTS = 2000
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
-PAD_ID = 0
-EOS_ID = 1
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (

@@ -53,7 +53,6 @@ EXAMINED = {
     "moerl/reading.py: close": "a descriptor that was just opened",
     "moerl/trainer/offload.py: setattr": "an attribute that there was",
     "moerl/rollout/conformance/servers.py: close": "a client, asynchronously",
-    "moerl/rollout/embedded.py: _close_run": "two assignments under a lock",
     "moerl/rollout/fleet/engine.py: _reopen": "counters and a wake-up",
     "moerl/rollout/fleet/engine.py: failed": "a list",
     "moerl/rollout/fleet/engine.py: lose": "a task is begun",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.trajectory import SamplingParams
+from moerl.errors import MoerlError
 from moerl.rollout.conformance.subject import Answer, Ask, CannotAskError, ReferenceJudge, Subject
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,12 +26,8 @@ KINDS = (
 """Every kind of sampling that the contract knows."""
 
 
-class FailedCheckError(Exception):
+class FailedCheckError(MoerlError):
     """The engine did something else than the contract asks for."""
-
-    def __init__(self, what: str, *, seen: object, expected: object) -> None:
-        super().__init__(what)
-        self.what, self.seen, self.expected = what, str(seen), str(expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +38,6 @@ class Tolerances:
     """Share of rows, times layers, whose experts may differ."""
     nats: float
     """Largest difference of two log-probs."""
-
-    @classmethod
-    def of(cls, dtype: str) -> Tolerances:
-        """Returns the tolerances for a precision of weights and activations."""
-        return cls(1e-3, 1e-4) if dtype == "float32" else cls(0.1, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +55,8 @@ class Bench:
 
     @property
     def tolerances(self) -> Tolerances:
-        return Tolerances.of(self.subject.facts.dtype)
+        """Tolerances for the precision of weights and activations."""
+        return Tolerances(1e-3, 1e-4) if self.subject.facts.dtype == "float32" else Tolerances(0.1, 0.25)
 
     def prompt(self, name: str, length: int) -> tuple[int, ...]:
         """Returns random ids, the same for the same name."""

@@ -1,46 +1,15 @@
-"""Our own engines under test: any `RolloutEngine`. Torch-free; runs in the engine's process."""
+"""Our own engines under test: any `PolicyEngine`. Runs in the engine's process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moerl.contract.ports import RolloutEngine, RolloutRecord
+from moerl.contract.ports import PolicyEngine, RolloutRecord
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import ending
 from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
-
-
-class WeightSets(Protocol):
-    """Two sets of weights that compute the same, with experts numbered otherwise."""
-
-    @property
-    def renumbered(self) -> NDArray[np.int64]:
-        """int64 [L, E], as `AcrossUpdate.renumbered_LE`."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by checkpoint name."""
-        ...
-
-    def tensors(self, *, renumbered: bool) -> Iterable[tuple[str, Any]]:
-        """Yields tensors by checkpoint name."""
-        ...
-
-
-class Updated(RolloutEngine, Protocol):
-    """An engine whose weights can be replaced."""
-
-    def begin_update(self, update: WeightUpdate) -> None: ...
-
-    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None: ...
-
-    def end_update(self) -> None: ...
+from moerl.rollout.conformance.weights import RenumberedWeights
 
 
 class EngineSubject:
@@ -50,7 +19,7 @@ class EngineSubject:
     `Ask.first_row` are left out.
     """
 
-    def __init__(self, engine: Updated, facts: SubjectFacts, weights: WeightSets | None = None) -> None:
+    def __init__(self, engine: PolicyEngine, facts: SubjectFacts, weights: RenumberedWeights | None = None) -> None:
         """Takes an engine. weights: those that it holds, and others; None if they are not to be replaced."""
         self._engine, self.facts, self._weights = engine, facts, weights
 
@@ -63,14 +32,12 @@ class EngineSubject:
         return [answers.get(number) for number in range(len(asks))]
 
     def across_update(self, asks: Sequence[Ask]) -> AcrossUpdate:
-        weights = self._weights
-        if weights is None:
-            raise CannotAskError("the engine's weights are not to be replaced")
+        renumbered_LE = self._sets().renumbered
         old = self._engine.handshake().policy_version
         with ending(lambda: self.update(old, renumbered=False)):
             answers = self._collect(asks, lambda: self.update(old + 1, renumbered=True))
         ordered = tuple(answers[number] for number in range(len(asks)))
-        return AcrossUpdate(ordered, old, old + 1, weights.renumbered)
+        return AcrossUpdate(ordered, old, old + 1, renumbered_LE)
 
     def close(self) -> None:
         self._engine.close()
@@ -81,12 +48,15 @@ class EngineSubject:
         Raises:
             CannotAskError: there is none.
         """
-        weights = self._weights
-        if weights is None:
-            raise CannotAskError("the engine's weights are not to be replaced")
+        weights = self._sets()
         self._engine.begin_update(WeightUpdate(version, UpdateKind.FULL, weights.shapes))
         self._engine.receive(weights.tensors(renumbered=renumbered))
         self._engine.end_update()
+
+    def _sets(self) -> RenumberedWeights:
+        if self._weights is None:
+            raise CannotAskError("the engine's weights are not to be replaced")
+        return self._weights
 
     def _collect(self, asks: Sequence[Ask], after_first: Callable[[], None]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
 from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
 from moerl.rollout.fleet.backend import new_request_id
@@ -171,13 +170,6 @@ def look_at(endpoint: Endpoint) -> ServerSays:
         raise EngineError(
             f"{endpoint.url}: /server_info", seen=f"{type(error).__name__}: {error}", expected="an SGLang server"
         ) from error
-
-
-def spec_of_report(report: ContractReport, fingerprint: str) -> ModelSpec:
-    """Returns the model as a server with our patches describes it."""
-    return ModelSpec(
-        len(report.moe_layers), report.experts_per_token, report.num_experts, report.vocab_size, fingerprint
-    )
 
 
 def _whole(value: object) -> int | None:

@@ -16,7 +16,7 @@ from moerl.printable import printable
 from moerl.rollout.conformance import answer_checks as answers
 from moerl.rollout.conformance import sampling_checks as sampling
 from moerl.rollout.conformance import sequence_checks as sequences
-from moerl.rollout.conformance.bench import Bench, FailedCheckError
+from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.subject import CannotAskError
 
 SCHEMA = "moerl-conformance-1"
@@ -110,24 +110,20 @@ _CHECKS: tuple[tuple[str, str, Callable[[Bench], str]], ...] = (
     ),
 )
 CHECKS = tuple(ConformanceCheck(name, asks, run) for name, asks, run in _CHECKS)
+"""Checks of the suite, in its order."""
 
 
 def run_checks(bench: Bench, checks: Sequence[ConformanceCheck] = CHECKS) -> Iterator[CheckResult]:
     """Runs checks one after the other; yields as each is done."""
     for check in checks:
-        yield _run(bench, check)
-
-
-def _run(bench: Bench, check: ConformanceCheck) -> CheckResult:
-    try:
-        return CheckResult(check.name, check.asks, Outcome.PASS, check.run(bench))
-    except CannotAskError as error:
-        return CheckResult(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
-    except FailedCheckError as error:
-        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen, error.expected)
-    except MoerlError as error:
-        # The engine refused, or its answer cannot be read.
-        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen or "", error.expected or "")
+        try:
+            result = CheckResult(check.name, check.asks, Outcome.PASS, check.run(bench))
+        except CannotAskError as error:
+            result = CheckResult(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
+        except MoerlError as error:  # the check failed, the engine refused, or its answer cannot be read
+            seen, expected = error.seen or "", error.expected or ""
+            result = CheckResult(check.name, check.asks, Outcome.FAIL, error.what, seen, expected)
+        yield result
 
 
 def verdict_lines(verdict: CheckResult) -> list[str]:

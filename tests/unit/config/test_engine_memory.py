@@ -87,4 +87,4 @@ def test_weights_and_cache_are_those_that_a_model_has(family: str) -> None:
 
 
 def test_prompts_of_a_pass_are_as_many_as_the_schedule_takes() -> None:
-    assert schedule._MAX_PREFILL_TOKENS == engine_memory.PREFILL_TOKENS
+    assert schedule.PREFILL_TOKENS == engine_memory.PREFILL_TOKENS

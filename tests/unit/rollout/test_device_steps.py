@@ -258,11 +258,12 @@ def test_broken_weights_are_refused_on_a_device(make_model):
         list(make_engine(model).generate(requests(3)))
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(
     ("running", "slots", "rows"), [(1, 192, 8), (9, 192, 16), (64, 192, 64), (130, 192, 192), (3, 3, 8), (11, 12, 16)]
 )
-def test_rows_of_a_step_are_rounded_up(running: int, slots: int, rows: int):
-    assert DeviceSteps._rounded_rows(running, slots) == rows
+def test_rows_of_a_step_are_rounded_up(make_model, running: int, slots: int, rows: int):
+    assert make_engine(make_model().double(), slots)._steps.num_rows(running) == rows
 
 
 class _Graph:

@@ -223,7 +223,7 @@ def test_a_prefill_is_bounded_but_a_long_prompt_still_runs(make_model, monkeypat
         record(self, run, count)
 
     monkeypatch.setattr(embedded.EmbeddedEngine, "_prefill", spy)
-    monkeypatch.setattr(schedule, "_MAX_PREFILL_TOKENS", 7)
+    monkeypatch.setattr(schedule, "PREFILL_TOKENS", 7)
     assert _tokens(_engine(model, max_running=9), requests) == expected
     assert len(widths) > 2
     assert max(widths) <= 7

@@ -6,8 +6,9 @@ import torch
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.device_sampler import Asked, Kinds, draw_rows
+from moerl.rollout.device_sampler import Kinds, draw_rows
 from moerl.rollout.sampler import RowParams, require_finite, sample, seeded_uniforms
+from moerl.rollout.sampler_kernel import Cuts
 from moerl.rollout.slots import StepResult
 
 
@@ -19,8 +20,8 @@ def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 def _sample_on_device(logits: torch.Tensor, params: RowParams, u: np.ndarray, *, capture: bool = True) -> StepResult:
-    rows = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy, torch.from_numpy(u))
-    drawn = draw_rows(logits, Asked(*rows), Kinds.of(params, logits.shape[1]))
+    cuts = Cuts(*(torch.from_numpy(each) for each in params.cuts))
+    drawn = draw_rows(logits, cuts, torch.from_numpy(u), Kinds.of(params, logits.shape[1]))
     require_finite(drawn.log_z.numpy())
     sizes, mass, kept_ids = (each.numpy() for each in (drawn.kept_sizes, drawn.kept_logmass, drawn.kept_ids))
     if not capture:

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 from conformance_faults import FaultInjection, kept, logprobs, next_experts, rows, where, zero_layer
 
-from moerl.machine.model_tensors import checkpoint_shapes
 from moerl.models.description import read_model
+from moerl.offline.conformance import open_subject
 from moerl.rollout.conformance.bench import Bench
-from moerl.rollout.conformance.embedded import embedded_subject
 from moerl.rollout.conformance.reference import TransformersJudge
-from moerl.rollout.conformance.subject import Answer, Ask, ReferenceJudge, Subject
+from moerl.rollout.conformance.subject import Answer, Ask, EngineUnderTest, ReferenceJudge, Subject
 from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome, run_checks
-from moerl.rollout.conformance.weights import RenumberedWeights
 
 FAMILY = families.FAMILIES["qwen3_moe"]
 E = FAMILY.spec().num_experts
@@ -37,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def subject(folder: Path) -> Iterator[Subject]:
-    model = read_model(folder)
-    made = embedded_subject(model, "float32", RenumberedWeights(model, checkpoint_shapes(folder, model.hf_config)))
+    made, _ = open_subject(EngineUnderTest(embedded=folder, updates_weights=True))
     yield made
     made.close()
 
