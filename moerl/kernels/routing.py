@@ -8,6 +8,8 @@ caller's partial sums.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,34 @@ from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
 from moerl.contract.trainer import STATISTICS
 from moerl.kernels.mixing import mix, signed
-from moerl.kernels.routing_inputs import Choices, RoutedRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedRows:
+    """The rows of a routing map."""
+
+    keys_T: Tensor
+    """int64; salts of the rows."""
+    counted_T: Tensor
+    """bool; True on rows that a checksum is over."""
+    real_T: Tensor
+    """bool; True on rows that are no padding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """Choices of a router call: its own and the recorded one."""
+
+    scores_TE: Tensor
+    """Numbers that the router ranks experts by."""
+    own_TK: Tensor
+    """int64 ids of the experts that the router would have chosen."""
+    recorded_TK: Tensor
+    """int64 ids of the experts that it was to choose."""
+    routed_T: Tensor
+    """bool; True on rows with a recorded choice."""
+    counted_T: Tensor
+    """bool; True on rows that statistics are over."""
 
 
 def add_map_sums(
@@ -57,11 +86,12 @@ def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tens
 
 def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
     """Returns zeros that `add_choices` adds to, float64 [layers, C, statistics]; the statistics are the sums over C."""
+    columns = 1
     if device.type == "cuda":
         from moerl.kernels import routing_triton
 
-        return routing_triton.partial_statistics(num_layers, device)
-    return torch.zeros(num_layers, 1, len(STATISTICS), dtype=torch.float64, device=device)
+        columns = routing_triton.PROGRAMS
+    return torch.zeros(num_layers, columns, len(STATISTICS), dtype=torch.float64, device=device)
 
 
 def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:

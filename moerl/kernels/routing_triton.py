@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
 from moerl.contract.trainer import STATISTICS
-from moerl.kernels.routing_inputs import Choices, RoutedRows
+from moerl.kernels.routing import Choices, RoutedRows
 
 PROGRAMS = 64
 """Programs that share the rows of a comparison, and partial sums of each statistic."""
@@ -130,11 +130,6 @@ def _choices_kernel(
     tl.store(out + 2, tl.load(out + 2) + tl.sum(jaccard_sum, axis=0))
     tl.store(out + 3, tl.load(out + 3) + tl.sum(at_flips_sum, axis=0))
     tl.store(out + 4, tl.load(out + 4) + tl.sum(elsewhere_sum, axis=0))
-
-
-def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
-    """Returns zeros for `add_choices`, float64 [layers, PROGRAMS, statistics]."""
-    return torch.zeros(num_layers, PROGRAMS, len(STATISTICS), dtype=torch.float64, device=device)
 
 
 def add_map_sums(

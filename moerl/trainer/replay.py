@@ -28,7 +28,6 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.kernels import routing
-from moerl.kernels.routing_inputs import Choices
 from moerl.trainer import batch_checksums, groups, platform, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, as_signed, routing_slice, row_origins
@@ -174,18 +173,14 @@ class ReplaySchedule:
             )
         own_tK = own_topk(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
         if phase == FORWARD and own_tK is not None:
-            self._compare(hook, rows, scores_tE.detach(), own_tK, target_tK)
+            choices = routing.Choices(scores_tE.detach(), own_tK, target_tK, rows.routed_t, rows.proved_t)
+            routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
+            self.live_rows_L[hook.moe_layer] += rows.num_live
         if not self.what.enforce:
             return own_topk(scores_tE)
         if rows.num_live and own_tK is not None:
             target_tK = torch.where(rows.routed_t[:, None], target_tK, own_tK)
         return scores_tE.gather(1, target_tK), target_tK
-
-    def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
-        """Adds statistics of the trainer's own choice against the recorded one, on rows that have one."""
-        choices = Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
-        routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
-        self.live_rows_L[hook.moe_layer] += rows.num_live
 
     def _place(self, hook: RouterHook) -> tuple[int, int]:
         """Returns the microbatch and the phase of a routing call.
@@ -246,15 +241,16 @@ class ReplaySchedule:
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
         checksums_Ml = self._sums_of_all_rows()[0][FORWARD]
-        dtype, count = self.owner.spec.expert_dtype, len(self.owner.hooks)
+        shape, dtype = (len(self.owner.hooks), self.owner.spec.experts_per_token), self.owner.spec.expert_dtype
+        local = [self._rows[microbatch] for microbatch in range(len(self.batches))]
         batches = [
             replace(
                 batch,
-                expert_ids=self._rows[microbatch].recorded_choices(count, self.owner.spec).astype(dtype),
-                routing_checksums=checksums_Ml[microbatch].numpy().view(np.uint64),
+                expert_ids=rows.by_row(rows.recorded, shape).astype(dtype),
+                routing_checksums=checksums_l.numpy().view(np.uint64),
                 routed=np.ones(batch.num_rows, np.bool_),
             )
-            for microbatch, batch in enumerate(self.batches)
+            for batch, rows, checksums_l in zip(self.batches, local, checksums_Ml, strict=True)
         ]
         return RecordedRouting(batches, [self.traced(microbatch) for microbatch in range(len(self.batches))])
 
@@ -266,7 +262,7 @@ class ReplaySchedule:
         mine = routing_slice(batch, layout)
         real, counted = ~batch.is_pad[mine], rows.counted
         layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
-        checksums_rl = rows.traced_checksums(len(layers))[real]
+        checksums_rl = rows.by_row(rows.traced, (len(layers),)).view(np.uint64)[real]
         return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, counted[real])
 
     def layers_differing(self) -> list[Tensor]:
