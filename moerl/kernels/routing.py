@@ -8,8 +8,6 @@ caller's partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,34 +15,7 @@ from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
 from moerl.contract.trainer import STATISTICS
 from moerl.kernels.mixing import mix, signed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutedRows:
-    """The rows of a routing map."""
-
-    keys_T: Tensor
-    """int64; salts of the rows."""
-    counted_T: Tensor
-    """bool; True on rows that a checksum is over."""
-    real_T: Tensor
-    """bool; True on rows that are no padding."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """Choices of a router call: its own and the recorded one."""
-
-    scores_TE: Tensor
-    """Numbers that the router ranks experts by."""
-    own_TK: Tensor
-    """int64 ids of the experts that the router would have chosen."""
-    recorded_TK: Tensor
-    """int64 ids of the experts that it was to choose."""
-    routed_T: Tensor
-    """bool; True on rows with a recorded choice."""
-    counted_T: Tensor
-    """bool; True on rows that statistics are over."""
+from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 
 def add_map_sums(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
 from moerl.contract.trainer import STATISTICS
-from moerl.kernels.routing import Choices, RoutedRows
+from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 PROGRAMS = 64
 """Programs that share the rows of a comparison, and partial sums of each statistic."""

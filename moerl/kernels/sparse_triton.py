@@ -24,7 +24,7 @@ DOT_WIDTH, DOT_PAIRS = 512, 8
 """Numbers of a hidden state, and pairs, that a program multiplies at a time."""
 SUM_WIDTH, SUM_PAIRS = 2048, 4
 """Columns of a result that a program writes, and pairs that it reads at a time."""
-SET_BLOCK = 1024
+SET_BLOCK: Any = 1024
 """Ids of a set that a program reads at a time."""
 
 

@@ -49,8 +49,7 @@ class Processes(RanksAway[_Rank]):
         with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank, log in enumerate(self._logs):
                 held = () if lock is None else (lock,)
-                own = interface_variables("127.0.0.1") | rank_variables(config, rank, rank)
-                child = Child(PROGRAM, log, child_environment() | own, inherited=held)
+                child = Child(PROGRAM, log, _environment(config, rank), inherited=held)
                 self._ranks.append(_Rank(rank, child, log))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
             self._tell([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
@@ -105,3 +104,7 @@ class Processes(RanksAway[_Rank]):
             rank.child.release()
         discard(self._meeting)
         self._remove_empty_logs()
+
+
+def _environment(config: RankConfig, rank: int) -> dict[str, str]:
+    return child_environment() | interface_variables("127.0.0.1") | rank_variables(config, rank, rank)

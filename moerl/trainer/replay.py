@@ -28,6 +28,7 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.kernels import routing
+from moerl.kernels.routing_inputs import Choices
 from moerl.trainer import batch_checksums, groups, platform, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, as_signed, routing_slice, row_origins
@@ -173,14 +174,18 @@ class ReplaySchedule:
             )
         own_tK = own_topk(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
         if phase == FORWARD and own_tK is not None:
-            choices = routing.Choices(scores_tE.detach(), own_tK, target_tK, rows.routed_t, rows.proved_t)
-            routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
-            self.live_rows_L[hook.moe_layer] += rows.num_live
+            self._compare(hook, rows, scores_tE.detach(), own_tK, target_tK)
         if not self.what.enforce:
             return own_topk(scores_tE)
         if rows.num_live and own_tK is not None:
             target_tK = torch.where(rows.routed_t[:, None], target_tK, own_tK)
         return scores_tE.gather(1, target_tK), target_tK
+
+    def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
+        """Adds statistics of the trainer's own choice against the recorded one, on rows that have one."""
+        choices = Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
+        routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
+        self.live_rows_L[hook.moe_layer] += rows.num_live
 
     def _place(self, hook: RouterHook) -> tuple[int, int]:
         """Returns the microbatch and the phase of a routing call.

@@ -20,7 +20,7 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.routing import POSITION_PRIME
 from moerl.contract.shares import context_rows
 from moerl.kernels.mixing import mix, signed
-from moerl.kernels.routing import RoutedRows
+from moerl.kernels.routing_inputs import RoutedRows
 from moerl.trainer import platform, transfers
 
 

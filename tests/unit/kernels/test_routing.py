@@ -16,7 +16,7 @@ from moerl.contract.routing import routing_checksums as recorded_checksums
 from moerl.contract.routing import row_checksums as recorded_rows
 from moerl.kernels import routing
 from moerl.kernels.mixing import mix
-from moerl.kernels.routing import Choices, RoutedRows
+from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 SIZES = [
     *((1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3)),

@@ -8,7 +8,8 @@ import torch
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import cut_share
-from moerl.kernels.routing import RoutedRows, add_map_sums
+from moerl.kernels.routing import add_map_sums
+from moerl.kernels.routing_inputs import RoutedRows
 from moerl.trainer.replay_rows import as_signed, row_keys
 
 
