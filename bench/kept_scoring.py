@@ -34,9 +34,9 @@ from torch import Tensor
 
 from moerl.kernels import pairs
 from moerl.kernels.head import Head, HeadInputs, VocabShard
+from moerl.kernels.pairs import SortedPairs
 from moerl.kernels.plan import Rows, plan_rows
 from moerl.kernels.scores import score_full, score_kept
-from moerl.kernels.segments import SortedPairs
 
 WIDTH = 2048
 TURNS_BY_ROWS = {512: 3, 2048: 1}

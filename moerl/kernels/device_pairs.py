@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.kernels.pairs import SortedPairs
 from moerl.kernels.products import slab_columns
-from moerl.kernels.segments import SortedPairs
 from moerl.kernels.transfer import under
 
 DENSE_ADVANTAGE = 64

@@ -19,15 +19,12 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ContractError
 from moerl.kernels import products
-from moerl.kernels.device_pairs import DevicePairs, device_arrays, device_pairs
+from moerl.kernels.device_pairs import Arrays, DevicePairs, device_arrays, device_pairs
 from moerl.kernels.full import FullRows
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kept_arrays
-from moerl.kernels.pairs import Pairs, plan_pairs
-from moerl.kernels.segments import SortedPairs
+from moerl.kernels.pairs import Pairs, SortedPairs, plan_pairs
 from moerl.kernels.transfer import transfer, under
-
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +129,11 @@ class HostPlan:
             ContractError: shapes disagree, a listed id or target lies outside the vocabulary, a listed set does not
                 hold its target exactly once, or a scored row's temperature is not positive.
         """
-        _check(rows)
+        per_row = {"temperatures": rows.temperatures_T, "kept": rows.truncated_T}
+        per_row |= {} if rows.select_T is None else {"select": rows.select_T}
+        per_row |= {} if rows.full_T is None else {"full": rows.full_T}
+        _check_rows(rows.num_rows, **per_row)
+        _check_sets(rows.kept, rows.truncated_T)
         device, shard = head.weight_VpH.device, head.shard
         kept = kept_arrays(rows.kept, rows.truncated_T)
         open_T = ~rows.truncated_T if rows.select_T is None else ~rows.truncated_T & rows.select_T
@@ -192,14 +193,6 @@ def plan_full(rows: Rows, chosen_T: NDArray[np.bool_], head: Head | HeadInputs) 
     _check_rows(rows.num_rows, temperatures=rows.temperatures_T, chosen=chosen_T)
     device = head.weight_VpH.device
     return _full_rows(transfer(_full_arrays(chosen_T, rows, head), device), rows, device)
-
-
-def _check(rows: Rows) -> None:
-    per_row = {"temperatures": rows.temperatures_T, "kept": rows.truncated_T}
-    per_row |= {} if rows.select_T is None else {"select": rows.select_T}
-    per_row |= {} if rows.full_T is None else {"full": rows.full_T}
-    _check_rows(rows.num_rows, **per_row)
-    _check_sets(rows.kept, rows.truncated_T)
 
 
 def _full_arrays(chosen_T: NDArray[np.bool_], rows: Rows, head: Head | HeadInputs) -> Arrays:

@@ -57,11 +57,12 @@ def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tens
 
 def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
     """Returns zeros that `add_choices` adds to, float64 [layers, C, statistics]; the statistics are the sums over C."""
+    columns = 1
     if device.type == "cuda":
         from moerl.kernels import routing_triton
 
-        return routing_triton.partial_statistics(num_layers, device)
-    return torch.zeros(num_layers, 1, len(STATISTICS), dtype=torch.float64, device=device)
+        columns = routing_triton.PROGRAMS
+    return torch.zeros(num_layers, columns, len(STATISTICS), dtype=torch.float64, device=device)
 
 
 def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:

@@ -132,11 +132,6 @@ def _choices_kernel(
     tl.store(out + 4, tl.load(out + 4) + tl.sum(elsewhere_sum, axis=0))
 
 
-def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
-    """Returns zeros for `add_choices`, float64 [layers, PROGRAMS, statistics]."""
-    return torch.zeros(num_layers, PROGRAMS, len(STATISTICS), dtype=torch.float64, device=device)
-
-
 def add_map_sums(
     routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor | None, load_E: Tensor | None
 ) -> None:

@@ -24,7 +24,7 @@ DOT_WIDTH, DOT_PAIRS = 512, 8
 """Numbers of a hidden state, and pairs, that a program multiplies at a time."""
 SUM_WIDTH, SUM_PAIRS = 2048, 4
 """Columns of a result that a program writes, and pairs that it reads at a time."""
-SET_BLOCK = 1024
+SET_BLOCK: Any = 1024
 """Ids of a set that a program reads at a time."""
 
 
@@ -215,7 +215,7 @@ def score_sets(
     entropy_T = torch.empty_like(logprobs_T)
     if len(targets_T):
         sets_kernel[(len(targets_T),)](
-            z_N, temperatures_T, offsets_T1, targets_T, logprobs_T, entropy_T, kept_N, **_fixed_set()
+            z_N, temperatures_T, offsets_T1, targets_T, logprobs_T, entropy_T, kept_N, BLOCK=SET_BLOCK
         )
     return logprobs_T, entropy_T, kept_N
 
@@ -241,7 +241,7 @@ def sets_gradient(
     if len(targets_T):
         sets_gradient_kernel[(len(targets_T),)](
             kept_N, entropy_T, temperatures_T, offsets_T1, targets_T, of_logprobs_T, of_entropy_T, of_kept_N, grad_N,
-            **_fixed_set(), **given,
+            BLOCK=SET_BLOCK, **given,
         )  # fmt: skip
     return grad_N
 
@@ -249,7 +249,3 @@ def sets_gradient(
 def _fixed(dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
     """Returns the constants that a kernel is compiled for. dtype: of sums."""
     return {"ACCUMULATE": tl.float64 if dtype == torch.float64 else tl.float32, **sizes}
-
-
-def _fixed_set() -> dict[str, Any]:
-    return {"BLOCK": SET_BLOCK}

@@ -15,7 +15,7 @@ from typing import Any
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.models.family import Config, Family, QKNorm, Rule, is_rule
-from moerl.models.spec import MAX_SIZE, family_of, spec_from_hf_config
+from moerl.models.spec import family_of, read_size, spec_from_hf_config
 from moerl.reading import find_irregular, read_json
 
 CONFIG_FILE = "config.json"
@@ -153,7 +153,9 @@ def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None)
     """
     # The sizes of the family are checked there.
     family, spec = family_of(config), spec_from_hf_config(config)
-    size = functools.partial(_size, config, origin)
+    size = functools.partial(
+        read_size, config, origin=f"model.path: {origin}", remedy="correct the model's config.json"
+    )
     num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
     heads, expert_size = config["num_attention_heads"], config[family.expert_size]
     moe_layers, latent = family.moe_layers(config), None
@@ -189,19 +191,6 @@ def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None)
         max_positions=size("max_position_embeddings"),
         hf_config=config,
     )
-
-
-def _size(config: Config, origin: str, name: str, least: int = 1) -> int:
-    """Returns an integer of at least `least`."""
-    value, most = config.get(name), MAX_SIZE.get(name, MAX_SIZE[""])
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(
-            f"model.path: {origin}: {name}",
-            seen=f"{value!r:.200}",
-            expected=f"an integer from {least} to {most}",
-            remedy="correct the model's config.json",
-        )
-    return value
 
 
 def read_config(file: Path) -> dict[str, Any]:

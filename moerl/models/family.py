@@ -111,26 +111,6 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     return {**rope, **numbers, "rope_theta": float(theta)}
 
 
-# --- MoE layers ------------------------------------------------------------------------------------------------------
-
-
-def sparse_step_layers(config: Config) -> tuple[int, ...]:
-    """Returns all layers i that are not in `mlp_only_layers` and for which (i + 1) is a multiple of
-    `decoder_sparse_step`."""
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense: set[int] = set(config.get("mlp_only_layers") or ())
-    return tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
-
-
-def dense_prefix_layers(config: Config) -> tuple[int, ...]:
-    """Returns all layers from `first_k_dense_replace` on."""
-    return tuple(range(int(config.get("first_k_dense_replace") or 0), config["num_hidden_layers"]))
-
-
-def all_layers(config: Config) -> tuple[int, ...]:
-    return tuple(range(config["num_hidden_layers"]))
-
-
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 

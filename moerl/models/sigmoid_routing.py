@@ -28,6 +28,11 @@ RULES = (
 )
 
 
+def dense_prefix_layers(config: Config) -> tuple[int, ...]:
+    """Returns all layers from `first_k_dense_replace` on."""
+    return tuple(range(int(config.get("first_k_dense_replace") or 0), config["num_hidden_layers"]))
+
+
 def megatron_settings(config: Config) -> dict[str, Any]:
     """Returns provider settings: shared experts are one MLP of all their sizes, and a single group of experts is no
     group."""

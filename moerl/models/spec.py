@@ -32,8 +32,8 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     layers = moe_layer_indices(config)
     # transformers 5 writes some names that published checkpoints do not, for example `num_local_experts`.
     experts_key = next((name for name in family.num_experts if name in config), family.num_experts[0])
-    num_experts = _positive(config, experts_key)
-    experts_per_token = _positive(config, "num_experts_per_tok")
+    num_experts = read_size(config, experts_key)
+    experts_per_token = read_size(config, "num_experts_per_tok")
     if not layers:
         raise ConfigError(
             "model config: no MoE layer",
@@ -54,7 +54,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         num_moe_layers=len(layers),
         experts_per_token=experts_per_token,
         num_experts=num_experts,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=read_size(config, "vocab_size"),
         fingerprint=hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest(),
     )
 
@@ -79,11 +79,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def moe_layer_indices(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the indices of the decoder layers that are MoE layers, in order, by the rule of the config's family."""
-    _positive(config, "num_hidden_layers")
+    read_size(config, "num_hidden_layers")
     return family_of(config).moe_layers(config)
 
 
-MAX_SIZE = {"": 2**31 - 1, "num_hidden_layers": 2**16, "num_experts_per_tok": 2**16}
+_MAX_SIZE = {"": 2**31 - 1, "num_hidden_layers": 2**16, "num_experts_per_tok": 2**16}
 """Largest value by key, "" for all sizes without one of their own; far above any model."""
 
 _LAYER_RULES = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace")
@@ -91,7 +91,7 @@ _LAYER_RULES = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers", "
 
 def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the facts that change the function a model computes; no training-only fields, dtypes or versions."""
-    sizes = {name: _positive(config, name) for name in family.sizes}
+    sizes = {name: read_size(config, name) for name in family.sizes}
     optional = {name: config.get(name) for name in family.optional_sizes}
     switches = {name: bool(config.get(name, default)) for name, default in family.switches.items()}
     numbers = {name: float(config.get(name, default)) for name, default in family.numbers.items()}
@@ -106,8 +106,8 @@ def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         **switches,
         **numbers,
         "model_type": config["model_type"],
-        "vocab_size": _positive(config, "vocab_size"),
-        "num_hidden_layers": _positive(config, "num_hidden_layers"),
+        "vocab_size": read_size(config, "vocab_size"),
+        "num_hidden_layers": read_size(config, "num_hidden_layers"),
         "head_dim": head_size,
         "hidden_act": config.get("hidden_act", "silu"),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
@@ -116,13 +116,18 @@ def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def _positive(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE.get(name, MAX_SIZE[""]):
-        raise ConfigError(
-            f"model config: {name}",
-            seen=f"{value!r:.200}",
-            expected=f"an integer from 1 to {MAX_SIZE.get(name, MAX_SIZE[''])}",
-            remedy="correct the model config",
-        )
+def read_size(
+    config: Mapping[str, Any],
+    name: str,
+    least: int = 1,
+    *,
+    origin: str = "model config",
+    remedy: str = "correct the model config",
+) -> int:
+    """Returns an integer of a config. Raises `ConfigError`, whose text begins with `origin`, if it is not from `least`
+    to the largest value of its key."""
+    value, most = config.get(name), _MAX_SIZE.get(name, _MAX_SIZE[""])
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        seen, expected = f"{value!r:.200}", f"an integer from {least} to {most}"
+        raise ConfigError(f"{origin}: {name}", seen=seen, expected=expected, remedy=remedy)
     return value

@@ -107,8 +107,4 @@ class Processes(RanksAway[_Rank]):
 
 
 def _environment(config: RankConfig, rank: int) -> dict[str, str]:
-    return {
-        **child_environment(),
-        **interface_variables("127.0.0.1"),
-        **rank_variables(config, rank, rank),
-    }
+    return child_environment() | interface_variables("127.0.0.1") | rank_variables(config, rank, rank)

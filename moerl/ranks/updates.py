@@ -133,13 +133,10 @@ class LedUpdates:
         Raises:
             WeightSyncError: the call failed, or took longer than `weights.step_seconds`.
         """
-        returned: list[T] = []
-        problem = self._thread.wait(self._thread.submit(doing, lambda: returned.append(run())))
-        if problem is None:
-            return returned[0]
-        if not isinstance(problem, Exception):
-            raise problem
-        raise self._thread.failure(doing, problem) from problem
+        try:
+            return self._thread.call(doing, run)
+        except Exception as problem:
+            raise self._thread.failure(doing, problem) from problem
 
     def _abandon(self) -> None:
         """Has the engine forget the update, and waits a moment for its answer: the engine may be gone, or hang.

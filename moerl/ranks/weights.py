@@ -110,9 +110,8 @@ class WeightSync:
             case Hold() if servers is not None:
                 self._publisher.ask_sink("hold", partial(servers.hold, command.version))
             case Resend() if servers is not None:
-                kept: list[Any] = []
                 ask = self._publisher.ask_sink
-                ask("resend", lambda: kept.extend(servers.held(command.version, command.targets)))
+                kept = ask("resend", partial(servers.held, command.version, command.targets))
                 for number, bucket in enumerate(kept):
                     ask(f"resend: bucket {number}", partial(servers.resend, bucket, command.targets))
                 return Reply(failed=servers.failed())

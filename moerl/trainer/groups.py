@@ -94,24 +94,16 @@ def _check_numbering(layout: RankCoordinates) -> None:
     """Raises `ConfigError` unless Megatron agrees with `RankCoordinates`, which say in every process who has which
     shares and shards and who sends."""
     mpu = _parallel_state()
-    ours = (
-        layout.dims.data,
-        layout.tensor_rank,
-        layout.pipeline_rank,
-        layout.context_rank,
-        layout.data_rank,
-        layout.expert_rank,
-        layout.expert_tensor_rank,
-    )
-    theirs = (
-        mpu.get_data_parallel_world_size(),
-        mpu.get_tensor_model_parallel_rank(),
-        mpu.get_pipeline_model_parallel_rank(),
-        mpu.get_context_parallel_rank(),
-        mpu.get_data_parallel_rank(),
-        mpu.get_expert_model_parallel_rank(),
-        mpu.get_expert_tensor_parallel_rank(),
-    )
+    numbers = [
+        (layout.dims.data, mpu.get_data_parallel_world_size()),
+        (layout.tensor_rank, mpu.get_tensor_model_parallel_rank()),
+        (layout.pipeline_rank, mpu.get_pipeline_model_parallel_rank()),
+        (layout.context_rank, mpu.get_context_parallel_rank()),
+        (layout.data_rank, mpu.get_data_parallel_rank()),
+        (layout.expert_rank, mpu.get_expert_model_parallel_rank()),
+        (layout.expert_tensor_rank, mpu.get_expert_tensor_parallel_rank()),
+    ]
+    ours, theirs = zip(*numbers, strict=True)
     if ours != theirs:
         raise ConfigError(
             f"Megatron numbers rank {layout.rank} in another way than moerl.contract.parallel",

@@ -50,11 +50,7 @@ class TextLoss:
         rows_T = Rows.open(batch.target_ids, np.ones(batch.num_rows, np.float32), batch.loss_mask)
         scores = score_full(inputs, plan_rows(rows_T, inputs))
         losses_T = -scores.logprobs_T
-        rows = RowScores(
-            logprobs_T=scores.logprobs_T.detach(),
-            entropy_T=scores.entropy_T.detach(),
-            losses_T=losses_T.detach(),
-        )
+        rows = RowScores(scores.logprobs_T.detach(), scores.entropy_T.detach(), losses_T=losses_T.detach())
         return token_mean(losses_T, mask_T, self.denominator), rows
 
 

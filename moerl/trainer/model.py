@@ -272,11 +272,7 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "deterministic_mode": options.deterministic,
     }
     if options.recompute == "full":
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
     return settings

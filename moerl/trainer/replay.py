@@ -246,15 +246,16 @@ class ReplaySchedule:
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
         checksums_Ml = self._sums_of_all_rows()[0][FORWARD]
-        dtype, count = self.owner.spec.expert_dtype, len(self.owner.hooks)
+        shape, dtype = (len(self.owner.hooks), self.owner.spec.experts_per_token), self.owner.spec.expert_dtype
+        local = [self._rows[microbatch] for microbatch in range(len(self.batches))]
         batches = [
             replace(
                 batch,
-                expert_ids=self._rows[microbatch].recorded_choices(count, self.owner.spec).astype(dtype),
-                routing_checksums=checksums_Ml[microbatch].numpy().view(np.uint64),
+                expert_ids=rows.by_row(rows.recorded, shape).astype(dtype),
+                routing_checksums=checksums_l.numpy().view(np.uint64),
                 routed=np.ones(batch.num_rows, np.bool_),
             )
-            for microbatch, batch in enumerate(self.batches)
+            for batch, rows, checksums_l in zip(self.batches, local, checksums_Ml, strict=True)
         ]
         return RecordedRouting(batches, [self.traced(microbatch) for microbatch in range(len(self.batches))])
 
@@ -266,7 +267,7 @@ class ReplaySchedule:
         mine = routing_slice(batch, layout)
         real, counted = ~batch.is_pad[mine], rows.counted
         layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
-        checksums_rl = rows.traced_checksums(len(layers))[real]
+        checksums_rl = rows.by_row(rows.traced, (len(layers),)).view(np.uint64)[real]
         return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, counted[real])
 
     def layers_differing(self) -> list[Tensor]:

@@ -19,7 +19,6 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.routing import POSITION_PRIME
 from moerl.contract.shares import context_rows
-from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.mixing import mix, signed
 from moerl.kernels.routing_inputs import RoutedRows
 from moerl.trainer import platform, transfers
@@ -84,21 +83,13 @@ class LocalRows:
         if experts:
             (self.expert_ids_ltK,) = experts
 
-    def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
-        """Returns the choices of the routers, int64 [t, l, K]; l is 0 in a stage of dense layers alone."""
-        return _by_row(self.recorded, (len(self.counted), num_layers, spec.experts_per_token))
-
-    def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
-        """Returns checksums of the dispatched routing, row by row: uint64 [t, l]."""
-        return _by_row(self.traced, (len(self.counted), num_layers)).view(np.uint64)
-
-
-def _by_row(of_layers: Mapping[int, Tensor], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Returns the numbers of all layers, each [t, ...], as one array [t, l, ...]."""
-    out = np.zeros(shape, np.int64)
-    for layer, numbers in enumerate(transfers.to_host([of_layers[layer] for layer in range(shape[1])])):
-        out[:, layer] = numbers.numpy()
-    return out
+    def by_row(self, of_layers: Mapping[int, Tensor], shape: tuple[int, ...]) -> NDArray[np.int64]:
+        """Returns `recorded` or `traced`, layer by layer [t, ...], as one array [t, *shape]. shape: [l, ...]; l is 0 in
+        a stage of dense layers alone."""
+        out = np.zeros((len(self.counted), *shape), np.int64)
+        for layer, numbers in enumerate(transfers.to_host([of_layers[layer] for layer in range(shape[0])])):
+            out[:, layer] = numbers.numpy()
+        return out
 
 
 def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:

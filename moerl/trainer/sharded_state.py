@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
+from moerl.kernels.transfer import HOST
 from moerl.trainer.checkpoint_index import Shard, write_index, write_shards
-from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes
-from moerl.trainer.random_states import gather_random_states, set_random_state
+from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes, to_bytes, to_tensor
 
 ENTRY_BYTES = 4096
 """Bytes of a stored tensor beyond its data, at most: archive header, padding and its lines in the index."""
@@ -67,7 +67,7 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, dims: ParallelDims, extra
         "extra": dict(extra),
         "adam_steps": _adam_steps(optimizer),
         "layout": _layout(dims),
-        "random_states": gather_random_states(),
+        "random_states": _gather_random_states(),
     }
     sharded[_COMMON] = ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
     by_name, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
@@ -163,7 +163,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any, dims: Parall
     for index, each in enumerate(optimizers_of(optimizer)):
         _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
     if loaded["layout"] == _layout(dims):
-        set_random_state(loaded["random_states"][dist.get_rank()])
+        _set_random_state(loaded["random_states"][dist.get_rank()])
     return loaded["extra"]
 
 
@@ -339,6 +339,45 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> N
         # A tensor of its own for each: torch counts in place.
         for moments in inner.state.values():
             moments["step"] = torch.tensor(float(adam_steps))
+
+
+# --- random states ---------------------------------------------------------------------------------------------------
+
+
+class _RandomState(TypedDict):
+    """States of a rank's generators, each uint8 [bytes]."""
+
+    cpu: Tensor
+    """State of torch's generator of the host."""
+    device: Tensor | None
+    """State of torch's generator of the rank's GPU; None on a CPU."""
+    regions: dict[str, Tensor]
+    """States that Megatron keeps for parallel regions, by name."""
+
+
+def _gather_random_states() -> list[_RandomState]:
+    """Gathers the random states of all ranks, in rank order."""
+    mine: _RandomState = {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
+        "regions": {name: value.cpu() for name, value in _regions().get_states().items()},
+    }
+    decoder = msgspec.msgpack.Decoder(_RandomState, dec_hook=lambda kind, data: to_tensor(data, HOST))
+    return [decoder.decode(each) for each in all_gather_bytes(msgspec.msgpack.encode(mine, enc_hook=to_bytes))]
+
+
+def _set_random_state(state: _RandomState) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])
+    _regions().set_states(state["regions"])
+
+
+def _regions() -> Any:
+    """Returns Megatron's generators of parallel regions."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------

@@ -145,30 +145,19 @@ def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple
     These tensors are not trained: an export takes them from the checkpoint, so that it is whole for an engine that
     drafts with them. With the policy's training they become stale, which costs accepted drafts and never correctness.
     """
-    state = _LazyState(hf_path)
-    for name in state:
+    files = {name: stored.file for name, stored in stored_tensors(hf_path).items()}
+    for name in files:
         if is_bypassed(name, config) and not name.endswith(SCALES):
+            state = {each: _read_tensor(files[each], each) for each in (name, f"{name}{SCALES}") if each in files}
             weight = state[name]
             yield name, _read_weight(name, state).bfloat16() if weight.dtype in _FP8 else weight
 
 
-class _LazyState(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read when asked for."""
+def _read_tensor(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
 
-    def __init__(self, hf_path: Path) -> None:
-        self._files = {name: tensor.file for name, tensor in stored_tensors(hf_path).items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    with safe_open(file, framework="pt") as handle:
+        return handle.get_tensor(name)
 
 
 def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> None:

@@ -10,7 +10,7 @@ Goes when gloo's `all_gather` and `reduce_scatter` take tensors of different siz
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,24 +21,17 @@ from torch import Tensor
 def replace_collectives() -> None:
     """Makes Megatron's two collectives along the first dimension use those of this module if it passes split sizes."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_any(
-        input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Tensor:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, use_global_buffer)
-        return gather_uneven(input_, group, _sizes(output_split_sizes))
+    def of_any(even: Callable[..., Tensor], uneven: Callable[[Tensor, Any, Sequence[int]], Tensor]) -> Any:
+        def run(input_: Tensor, group: Any, split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+            if split_sizes is None or group.size() == 1:
+                return even(input_, group, split_sizes, use_global_buffer)
+            return uneven(input_, group, [int(size) for size in split_sizes])
 
-    def reduce_scatter_any(
-        input_: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        return reduce_scatter_uneven(input_, group, _sizes(input_split_sizes))
+        return run
 
-    mappings._gather_along_first_dim = gather_any
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_any
+    mappings._gather_along_first_dim = of_any(mappings._gather_along_first_dim, gather_uneven)
+    mappings._reduce_scatter_along_first_dim = of_any(mappings._reduce_scatter_along_first_dim, reduce_scatter_uneven)
 
 
 def gather_uneven(local: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
@@ -61,7 +54,3 @@ def reduce_scatter_uneven(whole: Tensor, group: Any, sizes: Sequence[int]) -> Te
 
 def _padded(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
-
-
-def _sizes(split_sizes: Any) -> list[int]:
-    return split_sizes.tolist() if isinstance(split_sizes, Tensor) else [int(size) for size in split_sizes]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moerl.errors import WeightSyncError
 from moerl.weights.plan import Bucket, SyncPlan
-from moerl.weights.shards import Piece
+from moerl.weights.tensors import Piece
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """Dtypes of parameters, by the bytes of one value."""
@@ -91,12 +91,9 @@ def contiguous_span(bucket: Bucket, pieces: tuple[Piece, ...]) -> tuple[int, int
     return start, end
 
 
-def check_shards(plan: SyncPlan, rank: int, shards: Mapping[str, Tensor]) -> None:
-    """Compares the tensors that a rank has with those that the plan expects of it.
-
-    Raises:
-        WeightSyncError: a tensor is missing, unknown, or of another shape or dtype.
-    """
+def find_shard_problem(plan: SyncPlan, rank: int, shards: Mapping[str, Tensor]) -> WeightSyncError | None:
+    """Returns the error of a rank whose tensors are not those of the plan: one is missing, unknown, or of another shape
+    or dtype. None if they are."""
     expected = plan.manifest.shard_shapes(rank)
     problems = [f"missing {name}" for name in expected.keys() - shards.keys()]
     problems += [f"unknown {name}" for name in shards.keys() - expected.keys()]
@@ -106,10 +103,11 @@ def check_shards(plan: SyncPlan, rank: int, shards: Mapping[str, Tensor]) -> Non
         wanted = (expected[name], torch.float32 if name.endswith(".expert_bias") else dtype)
         if found != wanted:
             problems.append(f"{name}: {found[0]} of {found[1]}, not {wanted[0]} of {wanted[1]}")
-    if problems:
-        raise WeightSyncError(
-            f"rank {rank} does not hold what the plan of the weight update says: {len(problems)} problems",
-            seen="; ".join(sorted(problems)[:5]),
-            expected=f"{len(expected)} tensors as cut by the parallel layout",
-            remedy="report it with the model and layout; nothing was sent",
-        )
+    if not problems:
+        return None
+    return WeightSyncError(
+        f"rank {rank} does not hold what the plan of the weight update says: {len(problems)} problems",
+        seen="; ".join(sorted(problems)[:5]),
+        expected=f"{len(expected)} tensors as cut by the parallel layout",
+        remedy="report it with the model and layout; nothing was sent",
+    )

@@ -76,6 +76,19 @@ class SinkThread:
             remedy="see to the engine; another update can begin once it is back",
         )
 
+    def call[T](self, doing: str, run: Callable[[], T]) -> T:
+        """Submits a call, waits for it and returns its result.
+
+        Raises:
+            WeightSyncError: the call took longer than `step_seconds`.
+            BaseException: the error of the call.
+        """
+        returned: list[T] = []
+        problem = self.wait(self.submit(doing, lambda: returned.append(run())))
+        if problem is not None:
+            raise problem
+        return returned[0]
+
     def failure(self, doing: str, problem: Exception) -> WeightSyncError:
         """Returns the error of an update in which the sink failed in a call."""
         return WeightSyncError(

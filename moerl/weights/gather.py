@@ -22,7 +22,7 @@ from torch import Tensor
 from moerl.weights.bucket import DTYPES, WeightBucket, contiguous_span, place, shard_bytes, unpack
 from moerl.weights.peers import Peers
 from moerl.weights.plan import CHUNKS_IN_FLIGHT, Bucket, SyncPlan
-from moerl.weights.shards import Piece
+from moerl.weights.tensors import Piece
 
 TakeSlot = Callable[[int], Tensor]
 """Function that returns room for a bucket of so many bytes, uint8."""

@@ -20,24 +20,13 @@ import msgspec
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription
-from moerl.weights.shards import shard_shape
-from moerl.weights.tensors import FIRST_STAGE, LAST_STAGE, MegatronTensor, Split, model_tensors
+from moerl.weights.tensors import FIRST_STAGE, LAST_STAGE, MegatronTensor, Split, model_tensors, shard_shape
 
 Shape = tuple[int, ...]
 Owners = tuple[tuple[int, ...], ...]
 """Ranks that have each slice of a tensor, ascending."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldShard:
-    """Shard of a Megatron tensor that one rank publishes."""
-
-    name: str
-    """Name of the Megatron tensor (`moerl.weights.tensors`)."""
-    shape: Shape
-    """Shape of the shard."""
-    dtype: str
-    """dtype as torch names it, without ``torch.``."""
+HeldShard = tuple[Shape, str]
+"""Shape and dtype of the shard of a tensor that one rank publishes; the dtype as torch names it, without ``torch.``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +86,7 @@ def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents
 
 def encode_shards(shards: Mapping[str, Any]) -> bytes:
     """Encodes names, shapes and dtypes of the tensors that a rank publishes."""
-    held = [HeldShard(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in shards.items()]
-    return msgspec.json.encode(held)
+    return msgspec.json.encode({name: (t.shape, str(t.dtype).removeprefix("torch.")) for name, t in shards.items()})
 
 
 def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[bytes]) -> WeightManifest:
@@ -112,8 +100,8 @@ def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[by
     """
     held: dict[str, dict[int, HeldShard]] = {}
     for rank, said in enumerate(ranks):
-        for shard in msgspec.json.decode(said, type=list[HeldShard]):
-            held.setdefault(shard.name, {})[rank] = shard
+        for name, shard in msgspec.json.decode(said, type=dict[str, HeldShard]).items():
+            held.setdefault(name, {})[rank] = shard
     known = {tensor.name: tensor for tensor in model_tensors(model, tensor=dims.tensor, split_latents=False)}
     unknown = sorted(held.keys() - known.keys())
     if unknown:
@@ -147,7 +135,7 @@ def _axis(tensor: MegatronTensor, dims: ParallelDims) -> int:
 def _split(tensor: MegatronTensor, shards: Mapping[int, HeldShard], dims: ParallelDims) -> Split:
     """Returns how the ranks cut a tensor, by the shapes of their shards. Raises `WeightSyncError` if the ranks do not
     agree on the cut and the dtype."""
-    seen = sorted({(shard.shape, shard.dtype) for shard in shards.values()})
+    seen = sorted(set(shards.values()))
     if len(seen) == 1:
         (shape, dtype), ways = seen[0], _axis(tensor, dims)
         is_float32 = tensor.element == "float32"

@@ -23,8 +23,7 @@ from moerl.config.schema import WeightsConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.weights.manifest import Owners, PublishedTensor, WeightManifest
-from moerl.weights.shards import Piece, shard_pieces
-from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor
+from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, Piece, shard_pieces
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4

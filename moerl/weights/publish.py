@@ -17,8 +17,7 @@ from torch import Tensor
 
 from moerl.contract.ports import WeightSink
 from moerl.contract.weight_update import WeightUpdate
-from moerl.errors import WeightSyncError
-from moerl.weights.bucket import WeightBucket, check_shards
+from moerl.weights.bucket import WeightBucket, find_shard_problem
 from moerl.weights.bucket_sender import BucketSender, SinkThread
 from moerl.weights.gather import TakeSlot
 from moerl.weights.peers import Peers
@@ -109,7 +108,10 @@ class Publisher:
             slot_bytes = max((bucket.num_bytes for bucket in self._own_buckets), default=0)
             sender = BucketSender(self._sink, self._thread, self._peers.device, slot_bytes, dtypes)
         try:
-            self._peers.agree(self._begin(sender, shards, update), "begin")
+            problem = find_shard_problem(self._plan, self._peers.rank, shards)
+            if problem is None and sender is not None:
+                problem = sender.begin(update)
+            self._peers.agree(problem, "begin")
             gather_seconds = self._transfer(sender, shards)
             # On the first sender last: its sink may complete the version of all.
             is_first = self._peers.rank == self._plan.options.senders[0]
@@ -132,26 +134,11 @@ class Publisher:
             checksums={} if sender is None else sender.checksums,
         )
 
-    def ask_sink(self, doing: str, run: Callable[[], None]) -> None:
-        """Has the sink's thread run a function between two updates. On a sender.
-
-        Raises:
-            WeightSyncError: the function took longer than `weights.step_seconds`.
-            BaseException: the error of the function.
-        """
+    def ask_sink[T](self, doing: str, run: Callable[[], T]) -> T:
+        """Has the sink's thread run a function between two updates; returns its result. On a sender. Raises as
+        `SinkThread.call`."""
         assert self._thread is not None
-        problem = self._thread.wait(self._thread.submit(doing, run))
-        if problem is not None:
-            raise problem
-
-    def _begin(
-        self, sender: BucketSender | None, shards: Mapping[str, Tensor], update: WeightUpdate
-    ) -> BaseException | None:
-        try:
-            check_shards(self._plan, self._peers.rank, shards)
-        except WeightSyncError as problem:
-            return problem
-        return None if sender is None else sender.begin(update)
+        return self._thread.call(doing, run)
 
     def _transfer(self, sender: BucketSender | None, shards: Mapping[str, Tensor]) -> float:
         """Gathers and sends all buckets, until the sinks have received them; returns the seconds of gathering."""

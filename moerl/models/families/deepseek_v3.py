@@ -5,23 +5,12 @@ layers, YaRN, FP8 checkpoints.
 from __future__ import annotations
 
 from moerl.models import sigmoid_routing
-from moerl.models.family import (
-    EXPERTS,
-    NO_ATTENTION_BIAS,
-    OFF,
-    UNTIED,
-    Family,
-    Rule,
-    dense_prefix_layers,
-    equal_heads,
-    is_rule,
-    rope_rule,
-)
+from moerl.models.family import EXPERTS, NO_ATTENTION_BIAS, OFF, UNTIED, Family, Rule, equal_heads, is_rule, rope_rule
 
 FAMILY = Family(
     model_type="deepseek_v3",
     num_experts=("n_routed_experts", "num_local_experts"),
-    moe_layers=dense_prefix_layers,
+    moe_layers=sigmoid_routing.dense_prefix_layers,
     sizes=(*EXPERTS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_shared_experts"),
     optional_sizes=("q_lora_rank", "n_group", "topk_group"),
     switches={**OFF, "norm_topk_prob": True, "rope_interleave": True},

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from moerl.models import sigmoid_routing
-from moerl.models.family import EXPERTS, OFF, UNTIED, Config, Family, dense_prefix_layers, rope_parameters, rope_rule
+from moerl.models.family import EXPERTS, OFF, UNTIED, Config, Family, rope_parameters, rope_rule
 
 
 def _megatron_settings(config: Config) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def _megatron_settings(config: Config) -> dict[str, Any]:
 FAMILY = Family(
     model_type="glm4_moe",
     num_experts=("n_routed_experts", "num_local_experts"),
-    moe_layers=dense_prefix_layers,
+    moe_layers=sigmoid_routing.dense_prefix_layers,
     sizes=(*EXPERTS, "n_shared_experts"),
     optional_sizes=("n_group", "topk_group"),
     switches={**OFF, "norm_topk_prob": True, "use_qk_norm": False},

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from moerl.models.family import (
-    ATTENTION,
-    NO_ATTENTION_BIAS,
-    OFF,
-    UNTIED,
-    Family,
-    all_layers,
-    equal_heads,
-    is_rule,
-    rope_rule,
-)
+from moerl.models.family import ATTENTION, NO_ATTENTION_BIAS, OFF, UNTIED, Family, equal_heads, is_rule, rope_rule
 
 FAMILY = Family(
     model_type="olmoe",
     num_experts=("num_experts", "num_local_experts"),
-    moe_layers=all_layers,
+    moe_layers=lambda config: tuple(range(config["num_hidden_layers"])),
     sizes=ATTENTION,
     optional_sizes=("clip_qkv",),
     switches={**OFF, "norm_topk_prob": False},

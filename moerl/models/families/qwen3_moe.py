@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from moerl.models.family import (
-    EXPERTS,
-    NO_ATTENTION_BIAS,
-    OFF,
-    Config,
-    Family,
-    is_rule,
-    rope_parameters,
-    rope_rule,
-    sparse_step_layers,
-)
+from moerl.models.family import EXPERTS, NO_ATTENTION_BIAS, OFF, Config, Family, is_rule, rope_parameters, rope_rule
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    """Returns all layers i that are not in `mlp_only_layers` and for which (i + 1) is a multiple of
+    `decoder_sparse_step`."""
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
+    return tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
 
 
 def _megatron_settings(config: Config) -> dict[str, Any]:
     """Returns the layers with experts, since the bridge by itself builds every layer with experts, and the settings of
     YaRN, with the defaults of transformers for what a configuration leaves out; Megatron's fields have none."""
-    moe_layers, rope = set(sparse_step_layers(config)), rope_parameters(config)
+    moe_layers, rope = set(_moe_layers(config)), rope_parameters(config)
     settings: dict[str, Any] = {"moe_layer_freq": [int(i in moe_layers) for i in range(config["num_hidden_layers"])]}
     if rope["rope_type"] == "yarn":
         defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
@@ -32,7 +30,7 @@ def _megatron_settings(config: Config) -> dict[str, Any]:
 FAMILY = Family(
     model_type="qwen3_moe",
     num_experts=("num_experts", "num_local_experts"),
-    moe_layers=sparse_step_layers,
+    moe_layers=_moe_layers,
     sizes=EXPERTS,
     switches={**OFF, "norm_topk_prob": False},
     qk_norm=lambda config: "head" if config.get("use_qk_norm", True) else "none",

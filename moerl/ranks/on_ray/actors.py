@@ -17,12 +17,11 @@ from typing import Any
 import msgspec
 
 from moerl.config.ranks import RankConfig
-from moerl.contract.commands import Reply, Start, decode_reply
+from moerl.contract.commands import Start, decode_reply
 from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.ranks.away import CLOSING_SECONDS, GRACE_SECONDS, RankAway, RanksAway, rank_variables
 from moerl.ranks.on_ray.actor import RankActor
-from moerl.ranks.on_ray.cluster import Cluster, has_gpus
-from moerl.ranks.on_ray.held import abandon_all
+from moerl.ranks.on_ray.cluster import Cluster, abandon_all, has_gpus
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray, start_actor
 from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.on_ray.shared import note_ranks
@@ -46,13 +45,6 @@ class _Rank(RankAway):
         self.actor = start_actor(RankActor, **options)
         self.facts: NodeFacts | None = None
         self.stream: Any = None
-
-    def next_reply(self) -> Reply | None:
-        """Returns the next reply, which has arrived; None if the rank is gone."""
-        try:
-            return decode_reply(ray.get(next(self.stream)))
-        except (StopIteration, RayError):
-            return None
 
     def describe_end(self, live_nodes: Callable[[], set[str]]) -> str:
         """Returns how the rank ended, and on which node."""
@@ -147,12 +139,14 @@ class Actors(RanksAway[_Rank]):
             if not ready and left <= 0:
                 raise self._failure(command)
             for rank in waiting:
-                if any(rank.stream is stream for stream in ready):
-                    reply = rank.next_reply()
-                    if reply is None:
-                        rank.is_gone = True
-                    else:
-                        self._note(rank, reply)
+                if not any(rank.stream is stream for stream in ready):
+                    continue
+                try:
+                    reply = decode_reply(ray.get(next(rank.stream)))
+                except (StopIteration, RayError):
+                    rank.is_gone = True
+                else:
+                    self._note(rank, reply)
             if not has_failed and self._has_failure():
                 has_failed, until = True, min(until, time.monotonic() + GRACE_SECONDS)
 

@@ -2,7 +2,8 @@
 Runs in the controller.
 
 A cluster that the run starts listens on the loopback address alone, lets in nobody without the token that was made for
-it, has no dashboard and reports to nobody.
+it, has no dashboard and reports to nobody. Owners of actors, ranks apart, end their actors before the shared connection
+is given up.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from moerl.config.placement import forget_token
 from moerl.config.ranks import RankConfig, cluster_cpus, rank_threads
@@ -57,7 +59,9 @@ class Cluster:
         with undoing(self.close):  # an interrupt, too, leaves nothing running
             try:
                 if launch.address is not None:
-                    _knock(launch.address)
+                    # If nobody listens there, Ray itself tries for many minutes.
+                    parts = urlsplit(f"//{launch.address}")
+                    socket.create_connection((parts.hostname or "", parts.port or 0), REACH_SECONDS).close()
                 # Stop signals to all processes of the run do not reach a cluster that the run starts.
                 with _own_signals(), sparing() if launch.address is None else contextlib.nullcontext():
                     ray.init(log_to_driver=False, logging_level="ERROR", **options)
@@ -109,12 +113,6 @@ class Cluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _knock(address: str) -> None:
-    """Raises `OSError` if nobody listens at the address: Ray itself tries for many minutes."""
-    parts = urlsplit(f"//{address}")
-    socket.create_connection((parts.hostname or "", parts.port or 0), REACH_SECONDS).close()
-
-
 def has_gpus() -> bool:
     """Returns whether the cluster that this process is part of has a GPU."""
     return ray.cluster_resources().get("GPU", 0.0) >= 1.0
@@ -150,3 +148,29 @@ def _unreached(address: str | None, error: Exception) -> ConfigError:
         " RAY_AUTH_TOKEN or a file",
         remedy="start the run on one of its nodes, with the variables that they were started with (docs/ray.md)",
     )
+
+
+# --- owners of actors ------------------------------------------------------------------------------------------------
+
+
+class Held(Protocol):
+    """Owner of actors."""
+
+    def abandon(self) -> None:
+        """Ends its actors at once. Afterwards none of its threads waits for Ray: one that still did would wait for
+        ever."""
+
+
+_held: WeakSet[Held] = WeakSet()
+"""Owners of actors in this process."""
+
+
+def hold(held: Held) -> None:
+    """Has `abandon_all` abandon an owner, unless it has been garbage-collected by then."""
+    _held.add(held)
+
+
+def abandon_all() -> None:
+    """Abandons all owners of actors."""
+    for held in list(_held):
+        held.abandon()

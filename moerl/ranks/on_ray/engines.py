@@ -18,7 +18,7 @@ import msgspec
 from moerl.config.placement import without_ray
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
-from moerl.ranks.on_ray.held import hold
+from moerl.ranks.on_ray.cluster import hold
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
 

@@ -20,7 +20,7 @@ import msgspec
 
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
-from moerl.ranks.on_ray.held import hold
+from moerl.ranks.on_ray.cluster import hold
 from moerl.ranks.on_ray.library import OnNode, RayError, first_line, ray, start_actor
 from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild
 from moerl.telemetry.terminal import ShownLines

@@ -22,7 +22,7 @@ import msgspec
 from moerl.config.placement import show_gpus
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
-from moerl.ranks.on_ray.held import hold
+from moerl.ranks.on_ray.cluster import hold
 from moerl.ranks.on_ray.library import GetTimeoutError, OnNode, RayError, ray, start_actor
 from moerl.ranks.on_ray.messages import NodeFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
@@ -94,7 +94,24 @@ class RemoteServer:
 
     def open(self) -> Endpoint:
         with self._opening:
-            return self._open()
+            with self._lock:
+                if self._is_closed:
+                    raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
+                self._end(wait=True)
+                actor = self._actor = start_actor(ServerActor, **self._place())
+            try:
+                node = ray.get(actor.node.remote(), timeout=PLACE_SECONDS).decode()
+                options = msgspec.json.encode(self._options, enc_hook=str)
+                folder = str(self._folder).encode()
+                problem = ray.get(actor.open.remote(options, folder, self._start_seconds, self._gpus)).decode()
+            except GetTimeoutError as error:
+                seen = f"no node with room within {PLACE_SECONDS:g} s"
+                raise self._failure(seen, "add nodes, or take fewer servers") from error
+            except RayError as error:
+                raise self._failure(str(error).strip().splitlines()[0], "look at the node") from error
+            if problem:
+                raise self._failure(f"on node {node}: {problem}", f"read {self._folder}")
+            return read_endpoint(self._folder / ENDPOINT_FILE)
 
     def close(self) -> None:
         with self._lock:
@@ -109,30 +126,6 @@ class RemoteServer:
         # An `open` under way has to end first.
         if self._opening.acquire(timeout=STOP_SECONDS):
             self._opening.release()
-
-    def _open(self) -> Endpoint:
-        actor = self._new_actor()
-        try:
-            node = ray.get(actor.node.remote(), timeout=PLACE_SECONDS).decode()
-            options = msgspec.json.encode(self._options, enc_hook=str)
-            folder = str(self._folder).encode()
-            problem = ray.get(actor.open.remote(options, folder, self._start_seconds, self._gpus)).decode()
-        except GetTimeoutError as error:
-            seen = f"no node with room within {PLACE_SECONDS:g} s"
-            raise self._failure(seen, "add nodes, or take fewer servers") from error
-        except RayError as error:
-            raise self._failure(str(error).strip().splitlines()[0], "look at the node") from error
-        if problem:
-            raise self._failure(f"on node {node}: {problem}", f"read {self._folder}")
-        return read_endpoint(self._folder / ENDPOINT_FILE)
-
-    def _new_actor(self) -> Any:
-        with self._lock:
-            if self._is_closed:
-                raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
-            self._end(wait=True)
-            self._actor = start_actor(ServerActor, **self._place())
-            return self._actor
 
     def _place(self) -> dict[str, Any]:
         """Returns the options by which the actor asks Ray for a node and devices."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moerl.kernels import device_pairs
 from moerl.kernels.device_pairs import LEFT_ALONE, DevicePairs, Sums
 from moerl.kernels.head import VocabShard
-from moerl.kernels.segments import SortedPairs
+from moerl.kernels.pairs import SortedPairs
 from moerl.kernels.transfer import transfer
 
 VOCAB, WIDTH = 23, 8

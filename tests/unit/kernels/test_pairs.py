@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moerl.kernels import full, pairs, products
 from moerl.kernels.head import VocabShard
-from moerl.kernels.segments import SortedPairs
+from moerl.kernels.pairs import SortedPairs
 
 
 def sorted_pairs(case: Case) -> SortedPairs:

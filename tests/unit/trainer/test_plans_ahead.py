@@ -42,13 +42,13 @@ def inputs() -> HeadInputs:
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that planned, in order."""
     seen: list[str] = []
-    check = plan._check
+    check = plan._check_sets
 
-    def spy(rows: Any) -> None:
+    def spy(*sets: Any) -> None:
         seen.append(threading.current_thread().name)
-        check(rows)
+        check(*sets)
 
-    monkeypatch.setattr(plan, "_check", spy)
+    monkeypatch.setattr(plan, "_check_sets", spy)
     return seen
 
 

@@ -46,10 +46,8 @@ def test_nothing_of_replay_and_losses_waits_between_the_first_router_and_the_pro
     ((waits, _),) = one_process.run(waits_of_a_step, untied, True, {})
     names = ("replay", "replay_rows", "routers", "losses", "batch_checksums", "model", "balance")
     quiet = (*(f"moerl.trainer.{name}" for name in names), "moerl.kernels", "moerl.algorithms")
-    # The slabs of a CPU: a GPU's are cut when a microbatch is planned.
-    of_a_cpu = "moerl.kernels.segments"
     found = {wait.split(" in ")[1] for wait in waits}
-    assert [each for each in found if each.startswith(quiet) and not each.startswith(of_a_cpu)] == []
+    assert [each for each in found if each.startswith(quiet)] == []
     # The proof, and the results of the step behind it.
     assert sum(count for wait, count in waits.items() if "moerl.trainer.transfers" in wait) == 2
 
