@@ -215,7 +215,8 @@ def test_a_fault_is_named_in_every_format(
 ) -> None:
     ground = ground_of("the demo's shape")
     chosen = chosen_of(ground, 0.3)
-    dump = open_any_dump(write(tmp_path, planted(name, ground, chosen)), experts_per_token=ground.now.experts_per_token)
+    written = write(tmp_path, planted(name, ground, chosen))
+    dump = open_any_dump(written, experts_per_token=ground.now.spec.experts_per_token)
     rollouts = [_sampled_so(rollout) for rollout in dump.rollouts]
     assert len(rollouts) == len(ground.clean), dump.unusable
     found = ground.diagnose(rollouts, edits=EDITS)
