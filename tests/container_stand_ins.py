@@ -119,6 +119,7 @@ case $2 in moerl|*attempts) name=$2-$3-$SLURM_PROCID ;; *) name=$2-$SLURM_PROCID
 case "$2 $3" in
   *"attempts begin") echo "SEEN/attempt-001.log" ;;
   *"attempts end") exit "$5" ;;
+  "moerl.ranks.on_ray.nodes "*) until [ -e SEEN/ray.scripts.scripts-0 ]; do sleep 0.05; done ;;
   "moerl train") [ ! -e SEEN/long ] || { trap 'exit 75' USR1; touch SEEN/started; while :; do sleep 0.05; done; } ;;
 esac
 """

@@ -67,7 +67,8 @@ def _request(connection: socket.socket) -> str:
 
 def whole(body: bytes, *headers: str, status: str = "200 OK") -> list[bytes]:
     """Returns an answer with its length."""
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    # Said, as `RawServer` closes each connection: a client that asks again must not take this one.
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers, "", ""]
     return ["\r\n".join(lines).encode(), body]
 
 

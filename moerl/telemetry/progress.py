@@ -145,7 +145,7 @@ class ProgressDisplay(ABC):
 def make_progress(console: Console | None = None) -> ProgressDisplay:
     """Makes a live display if `console` (standard output by default) is a terminal, else heartbeat lines."""
     console = console or Console()
-    return LiveProgress(console) if console.is_terminal else HeartbeatProgress(console)
+    return LiveProgress(console) if console.is_terminal else HeartbeatProgress(console, part_seconds=PART_SECONDS)
 
 
 class HeartbeatProgress(ProgressDisplay):

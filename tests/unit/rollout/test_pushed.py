@@ -17,7 +17,6 @@ from waiting import eventually
 
 from moerl.errors import WeightSyncError
 from moerl.processes import admission
-from moerl.rollout import pushed as module
 from moerl.rollout.pushed import BucketReceiver, PushingSink
 from moerl.rollout.shared_memory import SharedMemory
 
@@ -115,7 +114,8 @@ def test_a_bucket_of_another_length_than_announced_is_refused_and_the_next_one_t
     sink = PushingSink(receiver.address)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "fill", lambda flat, places, tensors: flat.resize_(12 + change))
+        wrong, send = torch.zeros(12 + change, dtype=torch.uint8), PushingSink._push
+        patched.setattr(PushingSink, "_push", lambda self, bucket, flat: send(self, bucket, wrong))
         with pytest.raises(WeightSyncError, match=rf"seen: {12 + change} bytes; expected: 12 bytes"):
             push(sink, 1, {"a": torch.zeros(3)})
     assert taken.versions == []
