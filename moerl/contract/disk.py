@@ -42,7 +42,7 @@ from moerl.contract.dump_columns import (
 )
 from moerl.contract.files import atomic_file
 from moerl.contract.footers import Footer, measured_footer, read_footer
-from moerl.contract.parquet import most_bytes, opened
+from moerl.contract.parquet import most_bytes, opened, read_group
 from moerl.contract.reasons import Reason
 from moerl.contract.spans import ReadableSpan
 from moerl.contract.trajectory import (
@@ -281,7 +281,7 @@ def _turn(row: dict[str, Any] | None) -> Turn:
 
 def _read_group(file: pq.ParquetFile, group: int) -> Iterator[Trajectory]:
     names = [name for name in file.schema_arrow.names if name not in (*TEXTS, SPANS)]
-    table = file.read_row_group(group, columns=names)
+    table = read_group(file, group, names)
     if table.num_rows != file.metadata.row_group(group).num_rows or table.column_names != names:
         raise _corrupt("rows", f"{table.num_rows} rows of {len(table.column_names)} columns")
     columns = {name: table.column(name).combine_chunks() for name in names}

@@ -4,6 +4,8 @@ A dictionary holds a text once, a run-length code a value once, and a null takes
 text, or for millions of rows. So the footer and the headers of all pages are read first, and a file that promises too
 much is refused. If texts of a dictionary could be too much, how often each stands in the table is counted before one is
 written out. Any process; needs pyarrow.
+
+One thread reads: one of pyarrow's that still held an object of Python when the process ended would abort it.
 """
 
 from __future__ import annotations
@@ -65,7 +67,12 @@ def footer_of(file: Path) -> Footer:
 def opened(stream: BinaryIO | pa.NativeFile, **options: Any) -> pq.ParquetFile:
     """Opens a file whose footer was measured. Its owner closes it."""
     stream.seek(0)
-    return pq.ParquetFile(stream, page_checksum_verification=True, **options)
+    return pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False, **options)
+
+
+def read_group(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
+    """Returns columns of one row group."""
+    return file.read_row_group(group, columns=columns, use_threads=False)
 
 
 def columns_of(file: Path) -> list[str]:
@@ -102,14 +109,14 @@ def read_batches(file: Path, *, rows: int, columns: Collection[str] | None = Non
                 taken += _count(stream, number, group)
                 _check(file, footer, taken, most)
                 longest -= sum(each.coded_values * each.dictionary_bytes for each in group)
-            yield from parquet.iter_batches(batch_size=rows, columns=names, row_groups=[number])
+            yield from parquet.iter_batches(rows, row_groups=[number], columns=names, use_threads=False)
 
 
 def _count(stream: BinaryIO, group: int, texts: Sequence[ColumnChunk]) -> int:
     """Returns the bytes of texts, each counted as often as it stands in a row group; they stay in their
     dictionaries."""
     coded = opened(stream, read_dictionary=[each.path for each in texts])
-    table = coded.read_row_group(group, columns=[each.path for each in texts])
+    table = read_group(coded, group, [each.path for each in texts])
     return sum(_repeated_bytes(chunk) for column in table.columns for chunk in column.chunks)
 
 

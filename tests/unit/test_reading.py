@@ -65,7 +65,10 @@ OPENS_BY_ITSELF = {
 }
 """Modules that may open files to read without `moerl.reading`, and why."""
 
-PARQUET = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}
+PARQUET = {
+    *("ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"),
+    *("read_row_group", "read_row_groups", "iter_batches"),  # in threads, unless told otherwise
+}
 
 
 def reads(tree: ast.AST) -> Iterator[int]:

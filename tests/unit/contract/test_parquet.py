@@ -9,13 +9,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from moerl.contract import parquet
+from moerl.contract.disk import write_parquet
 from moerl.contract.parquet import LEAST_BYTES, MOST_TIMES, most_bytes, read_batches
 from moerl.errors import ConfigError
+from tests.factories import make_trajectory
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,6 +138,33 @@ def test_a_small_file_that_unpacks_to_much_is_refused_before_it_takes_the_memory
     assert f"{file} unpacks to far more than it holds; seen: " in message
     assert f"expected: at most {LEAST_BYTES:,}" in message
     assert int(taken) << 10 < 2 * LEAST_BYTES
+
+
+THREADS = """
+import os, sys
+from pathlib import Path
+from moerl.contract import disk, parquet
+from moerl.errors import ConfigError
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+disk.read_parquet(sys.argv[1])
+for file in sys.argv[2:]:
+    try:
+        for batch in parquet.read_batches(Path(file), rows=10):
+            batch.to_pylist()
+    except ConfigError:
+        print("refused", end=" ")
+print(threads() - before)
+"""
+
+
+def test_reading_starts_no_thread_that_could_abort_the_process_at_its_end(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    write_parquet(tmp_path / "d", [make_trajectory(rng) for _ in range(20)])
+    pq.write_table(EVERY_TYPE, tmp_path / "f", row_group_size=70)
+    pq.write_table(pa.table(BOMBS["a text in many messages"]()), tmp_path / "b", store_schema=False)
+    run = [sys.executable, "-c", THREADS, *(str(tmp_path / name) for name in "dfb")]
+    assert subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "refused 0\n"
 
 
 def test_a_footer_that_tells_less_than_the_pages_is_not_believed(tmp_path: Path):
