@@ -65,7 +65,7 @@ test-ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests
 
 # Libraries of the extra `environments`; `make environments` first.
-test-environments: setup
+test-environments: setup sglang
 	$(BIN)/python -m pytest -m environments tests
 
 # Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`; those of
