@@ -22,9 +22,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from moerl.contract.sealed import FileFacts, describe
 from moerl.errors import CheckpointError
 from moerl.trainer import platform, sharded_state
-from moerl.trainer.checkpoint import CheckpointStore, Facts, describe
+from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.collectives import gather_bytes, share_bytes
 from moerl.trainer.sharded_state import StagedState
 
@@ -35,9 +36,9 @@ THREAD_NAME = "checkpoint-writer"
 
 
 class _Described(msgspec.Struct):
-    """Report of a rank on its files."""
+    """Report of a rank on the files that it wrote: no rank reads them all."""
 
-    files: Facts
+    files: dict[str, FileFacts]
     problem: str = ""
 
 
