@@ -25,7 +25,7 @@ SIZES = [
 """Rows, experts, experts per token."""
 
 CHOICES_BY_TORCH = routing.add_choices
-"""What Triton's kernel is compared with."""
+"""Reference for Triton's kernel."""
 
 
 @pytest.fixture(autouse=True)
