@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from moerl.algorithms.mismatch import mismatch
+from moerl.algorithms.arrays import mismatch
 from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.disk import read_parquet

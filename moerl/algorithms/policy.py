@@ -1,6 +1,6 @@
 """The interface between the trainer and the algorithms: what an algorithm gets, and what it gives back.
 
-The trainer calls `PolicyObjective.compute_loss` once per microbatch and knows nothing else of an algorithm; the
+The trainer calls `Algorithm.compute_loss` once per microbatch and knows nothing else of an algorithm; the
 controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
 rank holds, B = rollouts of a batch, N = sampled tokens of a batch, in `Sequences` the sequences of a microbatch.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class PolicyRows:
     scores_T: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By name float32; side scores of tokens, as their trajectories have them. The names of `Algorithm.needs`."""
     kl_T: Tensor | None = None
-    """float32, nats; exact KL to the reference per token, with gradient. None without `PolicyObjective.reference_kl`,
+    """float32, nats; exact KL to the reference per token, with gradient. None without `Algorithm.reference_kl`,
     and with `Algorithm.kl_in_reward`."""
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
@@ -123,19 +123,6 @@ class PolicyLoss:
     """bool; True if the gradient of the token was cut."""
     weights_T: Tensor | None = None
     """float32; correction of each token, 0 on tokens that are left out."""
-
-
-class PolicyObjective(Protocol):
-    """The part of an algorithm that the trainer calls."""
-
-    @property
-    def reference_kl(self) -> KLSupport | None:
-        """Ids that `PolicyRows.kl_T` sums over; None if no KL is wanted, and so no reference model is built."""
-        ...
-
-    def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
-        """Returns the loss of one microbatch. Calls `sequence_sum` equally often and in the same order on all ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Section):
-    """Algorithm that turns rewards into advantages, and log-probs into a loss; a `PolicyObjective`. A subclass gives
-    `name` a literal type and adds its keys."""
+    """Algorithm that turns rewards into advantages, and log-probs into a loss. A subclass gives `name` a literal
+    type and adds its keys."""
 
     name: Any
     """Value of `algorithm.name` that chooses the subclass."""
 
     @property
     def reference_kl(self) -> Literal["kept", "full"] | None:
-        """Ids that the KL to the reference sums over; None if no reference model is needed."""
+        """Ids that the KL to the reference sums over; None if no KL is wanted, and so no reference model is built."""
         return None
 
     @property
@@ -68,4 +68,5 @@ class Algorithm(Section):
 
     @abstractmethod
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
-        """Returns the loss of one microbatch, divided by its denominator."""
+        """Returns the loss of one microbatch, divided by its denominator. Calls `PolicyRows.sequence_sum` equally often
+        and in the same order on all ranks."""

@@ -37,9 +37,9 @@ WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 was on, 0 if the row was left to the router."""
 
 STATISTICS = ("rows", "flips", "jaccard", "margin_at_flips", "margin_elsewhere")
-"""Statistics of natural routing (`moerl.algorithms.agreement`): sums over rows, in this order: rows compared; rows
-whose natural choice is not the recorded one; Jaccard similarity
-of the two sets; margin of the natural choice if it is not the recorded one; the same if it is."""
+"""Statistics of natural routing (`moerl.kernels.routing`): sums over rows, in this order: rows compared; rows whose
+natural choice is not the recorded one; Jaccard similarity of the two sets; margin of the natural choice if it is not
+the recorded one; the same if it is."""
 
 PROFILES = "profile"
 """Folder of traces of single steps in the run directory."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
 from moerl.contract.trainer import STATISTICS
 from moerl.kernels.mixing import mix, signed
@@ -66,12 +65,35 @@ def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
 
 
 def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:
-    """Adds 1 to `differing_T` (int32) for each routed row whose two choices are not the same set of experts, and
-    `choice_statistics` of the counted rows to a layer of `partial_statistics`."""
+    """Adds 1 to `differing_T` (int32) for each routed row whose two choices are not the same set of experts, and the
+    sums of `moerl.contract.trainer.STATISTICS` over the counted rows to a layer of `partial_statistics`.
+
+    The router would have chosen its own experts without the recorded ones; scores are at hand, so this takes no second
+    forward pass. The margin is the score of the last expert of its own less that of the best one left out: how much
+    rounding it takes to flip the choice. It is in the units in which the family's router ranks (logits, or biased
+    sigmoid scores), and may be negative if groups of experts are chosen first.
+    """
     if choices.scores_TE.is_cuda:
         from moerl.kernels import routing_triton
 
         return routing_triton.add_choices(choices, differing_T, statistics_CS)
     own_TK, recorded_TK = choices.own_TK, choices.recorded_TK
-    differing_T += differs(own_TK, recorded_TK, choices.scores_TE.shape[1]) & choices.routed_T
-    statistics_CS[0] += choice_statistics(choices.scores_TE, own_TK, recorded_TK, choices.counted_T)
+    num_chosen = own_TK.shape[1]
+    chosen_TE = torch.zeros_like(choices.scores_TE, dtype=torch.bool).scatter_(1, own_TK, True)
+    shared_T = chosen_TE.gather(1, recorded_TK).sum(1)
+    differs_T, counted_T = shared_T < num_chosen, choices.counted_T
+    differing_T += differs_T & choices.routed_T
+    margin_T = torch.zeros(len(own_TK), dtype=torch.float64, device=own_TK.device)
+    if num_chosen < choices.scores_TE.shape[1]:
+        best_left_out_T = choices.scores_TE.masked_fill(chosen_TE, -torch.inf).amax(1)
+        margin_T = (choices.scores_TE.gather(1, own_TK).amin(1) - best_left_out_T).double()
+    jaccard_T = shared_T / (2 * num_chosen - shared_T)
+    statistics_CS[0] += torch.stack(
+        [
+            counted_T.sum().double(),
+            (differs_T & counted_T).sum().double(),
+            torch.where(counted_T, jaccard_T.double(), 0.0).sum(),
+            torch.where(differs_T & counted_T, margin_T, 0.0).sum(),
+            torch.where(~differs_T & counted_T, margin_T, 0.0).sum(),
+        ]
+    )

@@ -262,7 +262,7 @@ def agreement_metrics(agreement_LS: NDArray[np.float64], live_rows_L: NDArray[np
     """Compares the trainer's own choice of experts with the recorded one, over all layers and ranks.
 
     Args:
-        agreement_LS: sums over all ranks, as in `moerl.algorithms.agreement`.
+        agreement_LS: sums over all ranks, as in `moerl.kernels.routing`.
         live_rows_L: rows left to the router.
     """
     over_layers = agreement(agreement_LS, over_layers=True)

@@ -268,7 +268,7 @@ class Worker:
         minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
         batches = minibatch.batches
         if self._stage == "sft":
-            text = TextLoss(batches, self._trained.model.vocab_size, minibatch.totals.num_tokens)
+            text = TextLoss(batches, self._trained.model.description.vocab_size, minibatch.totals.num_tokens)
             report = self._trained.step(batches, text, enforce=False)
             return self._report(batches, report.rows, report)
         if command.advantages is not None:

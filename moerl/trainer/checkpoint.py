@@ -2,8 +2,8 @@
 
 A checkpoint exists when its directory has its final name and a manifest whose hashes match every file. The newest
 valid one is used; corrupt newer ones are reported and left in place. Files and folders with other names than ours in
-the same folder are neither read nor removed. Standard library only: the files of a checkpoint are written by other
-modules, in any number of processes. Only the main rank, rank 0, commits and removes checkpoints.
+the same folder are neither read nor removed. Torch-free: the files of a checkpoint are written by other modules, in any
+number of processes. Only the main rank, rank 0, commits and removes checkpoints.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from moerl.contract.files import atomic_file, hash_file, remove, replace_folder, sync
+import msgspec
+
+from moerl.contract.files import atomic_file, remove, replace_folder, sync
+from moerl.contract.sealed import FileFacts, find_change
 from moerl.errors import CheckpointError
 from moerl.reading import read_file
 
@@ -28,11 +30,6 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 26
 """Bytes; far above the manifest of ten thousand ranks."""
-HASHING_THREADS = 8
-"""Files that are read at a time; hashing lets other threads run."""
-
-Facts = dict[str, dict[str, Any]]
-"""Sizes (`bytes`) and hashes (`blake2b`) of files, by their path inside the checkpoint."""
 
 _NAME = re.compile(r"(\d+)-([a-z]+)-(\d{6,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(.+)\.partial", re.ASCII)
@@ -115,11 +112,11 @@ class CheckpointStore:
         """Returns the directory of a checkpoint while it is written."""
         return self.folder / f".{name}.partial"
 
-    def commit(self, name: str, state: dict[str, Any], files: Mapping[str, Any]) -> Path:
+    def commit(self, name: str, state: dict[str, Any], files: Mapping[str, FileFacts]) -> Path:
         """Writes the manifest, renames, removes the oldest beyond `keep`.
 
         Args:
-            files: results of `describe` of all files, from the ranks that wrote them.
+            files: results of `moerl.contract.sealed.describe` of all files, from the ranks that wrote them.
 
         Raises:
             CheckpointError: a file is there that no rank described, or the other way round.
@@ -134,7 +131,7 @@ class CheckpointStore:
                 remedy="check that every rank writes to the same file system",
             )
         manifest = temporary / MANIFEST
-        content = {"format": FORMAT, "state": state, "files": dict(sorted(files.items()))}
+        content = {"format": FORMAT, "state": state, "files": msgspec.to_builtins(dict(sorted(files.items())))}
         manifest.write_text(json.dumps({**content, "blake2b": _hash_of(content)}, indent=1))
         sync(manifest)
         replace_folder(temporary, final)
@@ -196,7 +193,8 @@ def find_problem(path: Path) -> str | None:
         stored = manifest["state"].get("stage"), manifest["state"].get("step")
         if named is None or stored != (named.stage, named.step):
             return f"it holds step {stored[1]} of stage {stored[0]}: a copy under another name"
-        return _find_file_problem(path, manifest["files"])
+        files = {name: FileFacts(facts["bytes"], facts["blake2b"]) for name, facts in manifest["files"].items()}
+        return find_change(path, files)
     except _DamageError as damage:
         return str(damage)
     except OSError as error:
@@ -239,32 +237,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if not is_inside or not is_whole:
             raise _DamageError(f"the manifest lists {name!r} as {facts!r:.100}")
     return manifest
-
-
-def _find_file_problem(path: Path, files: Facts) -> str | None:
-    for name, facts in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for (name, facts), found in zip(
-            files.items(), pool.map(hash_file, (path / name for name in files)), strict=True
-        ):
-            if found != facts["blake2b"]:
-                return f"{name} does not match its hash"
-    return None
-
-
-def describe(folder: Path, files: Iterable[Path]) -> Facts:
-    """Syncs files of a checkpoint, and returns their sizes and hashes. Each rank calls it for the files that it wrote,
-    so that no rank reads them all."""
-    facts = {}
-    for path in files:
-        sync(path)
-        facts[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
-    return facts
 
 
 def _hash_of(content: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.losses import token_mean
-from moerl.algorithms.policy import KLSupport, PolicyObjective, PolicyRows, Sequences
+from moerl.algorithms.policy import KLSupport, PolicyRows, Sequences
+from moerl.algorithms.section import Algorithm
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.routing import POSITION_PRIME, mix
@@ -162,7 +163,7 @@ class PolicyGradientLoss:
 
     scorer: Scorer
     """Scores the tokens; has the batches."""
-    objective: PolicyObjective
+    objective: Algorithm
     """The algorithm."""
     totals: BatchTotals
     """Totals of the whole batch."""

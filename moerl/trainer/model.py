@@ -59,19 +59,18 @@ class PolicyModel:
     Attributes:
         chunks: the rank's parts of the model, first to last: one, or one per virtual pipeline stage.
         config: their common TransformerConfig.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a parameter, or holds a tensor that would be lost.
     """
 
     def __init__(self, model: ModelDescription, options: ModelOptions, layout: RankCoordinates) -> None:
         assert model.folder is not None
-        auto_bridge = import_bridge()
-        self.description, self.hf_path = model, model.folder
-        self.options = options
-        self.layout = layout
-        with quiet():
-            self._build(auto_bridge)
+        self.description, self.layout = model, layout
+        self._build(import_bridge(), model.folder, options)
 
-    def _build(self, auto_bridge: Any) -> None:
-        hf_path, options = self.hf_path, self.options
+    @quiet()
+    def _build(self, auto_bridge: Any, hf_path: Path, options: ModelOptions) -> None:
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
@@ -97,7 +96,8 @@ class PolicyModel:
         self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.layout.dims.virtual_pipeline)]
         balance.install(self.chunks)
         _end_before_head(self.chunks[-1])
-        self.load(hf_path)
+        self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
+        tensors.refuse_unknown(hf_path, self.description.hf_config, self.bridge._model_bridge)
         if not options.train_router:
             for router in balance.routers_of(self.chunks):
                 router.requires_grad_(False)
@@ -113,19 +113,6 @@ class PolicyModel:
         # Megatron makes the weights of routers, for one, on the host and expects its caller to move the model.
         return chunk.to(platform.device())
 
-    @property
-    def vocab_size(self) -> int:
-        return self.description.vocab_size
-
-    def load(self, hf_path: Path) -> None:
-        """Loads Hugging Face weights into this rank's shards.
-
-        Raises:
-            CheckpointError: the checkpoint lacks a parameter, or holds a tensor that would be lost.
-        """
-        self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
-        tensors.refuse_unknown(hf_path, self.description.hf_config, self.bridge._model_bridge)
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the
         end."""
@@ -135,7 +122,7 @@ class PolicyModel:
                     f"weight '{name}' holds values that are not finite",
                     remedy="lower optimizer.lr or resume from an earlier checkpoint",
                 )
-            yield name, tensor[: self.vocab_size] if name.endswith(_VOCABULARY_TENSORS) else tensor
+            yield name, tensor[: self.description.vocab_size] if name.endswith(_VOCABULARY_TENSORS) else tensor
 
     def forward(self, module: nn.Module, batch: Microbatch) -> Tensor:
         """Runs one packed microbatch through one chunk of the model.
@@ -152,7 +139,16 @@ class PolicyModel:
 
         cu_seqlens = transfers.to_device(batch.cu_seqlens)
         longest = int((np.diff(batch.cu_seqlens) + batch.rows_before).max())
-        self._describe(cu_seqlens, batch)
+        if not cu_seqlens.is_cuda:
+            attention.describe(cu_seqlens, batch, size=self.layout.dims.context, rank=self.layout.context_rank)
+        elif batch.prefix_of is not None:
+            # The attention of Transformer Engine knows no shared rows.
+            raise ConfigError(
+                "prompts cannot be shared on a GPU",
+                seen="trainer.share_prompts=true",
+                expected="false, if Transformer Engine computes attention",
+                remedy="set trainer.share_prompts=false",
+            )
         is_pad_t = transfers.to_device(batch.is_pad)
         if not bare(module).pre_process:
             # Megatron slices it for sequence parallelism in the stage with the embedding alone.
@@ -172,20 +168,6 @@ class PolicyModel:
             # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
             **({"fp32_output": False} if self.config.bf16 else {}),
         )
-
-    def _describe(self, cu_seqlens: Tensor, batch: Microbatch) -> None:
-        """Registers the sequences with the attention of a CPU; that of Transformer Engine knows no shared rows."""
-        if cu_seqlens.is_cuda:
-            if batch.prefix_of is not None:
-                raise ConfigError(
-                    "prompts cannot be shared on a GPU",
-                    seen="trainer.share_prompts=true",
-                    expected="false, if Transformer Engine computes attention",
-                    remedy="set trainer.share_prompts=false",
-                )
-            return
-        dims = self.layout.dims
-        attention.describe(cu_seqlens, batch, size=dims.context, rank=self.layout.context_rank)
 
     def head_weight(self) -> Tensor:
         """Returns this rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""
@@ -218,11 +200,7 @@ def _end_before_head(last: nn.Module) -> None:
             expected="a head of one matrix",
             remedy="use another model; this one can be sampled from, not trained",
         )
-    output_layer.forward = _hand_on
-
-
-def _hand_on(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    return hidden, None
+    output_layer.forward = lambda hidden, *_, **__: (hidden, None)
 
 
 def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Optimizer:
 
     def update(self) -> UpdateReport:
         """Clips, updates, advances the schedule; skips all three if any rank's gradient is not finite."""
-        learning_rate = self.learning_rate
+        learning_rate = float(self.megatron.param_groups[0]["lr"])
         # One value is read from the device, however many buffers there are.
         norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
         is_bad = (~norms.isfinite().all()).int()
@@ -162,10 +162,6 @@ class Optimizer:
         if self._overlaps:
             for module in self.modules:
                 module.start_param_sync(force_sync=True)
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.megatron.param_groups[0]["lr"])
 
     def progress(self) -> dict[str, Any]:
         """Returns the state of the schedule and the count of skipped updates; plain data, the same on every rank."""

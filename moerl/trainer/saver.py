@@ -22,22 +22,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from moerl.contract.sealed import FileFacts, describe
 from moerl.errors import CheckpointError
 from moerl.trainer import platform, sharded_state
-from moerl.trainer.checkpoint import CheckpointStore, Facts, describe
+from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.collectives import gather_bytes, share_bytes
 from moerl.trainer.sharded_state import StagedState
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """Longest that ranks wait for one another's files."""
 
-THREAD_NAME = "checkpoint-writer"
-
 
 class _Described(msgspec.Struct):
-    """Report of a rank on its files."""
+    """Report of a rank on the files that it wrote: no rank reads them all."""
 
-    files: Facts
+    files: dict[str, FileFacts]
     problem: str = ""
 
 
@@ -65,7 +64,7 @@ class Saver:
         """
         self.wait()
         self._begin(name, staged)
-        pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._in_flight = pool.submit(self._write, name, staged, state)
         pool.shutdown(wait=False)
 

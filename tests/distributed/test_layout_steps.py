@@ -149,7 +149,7 @@ def learn_text(layout: Any, path: Path, case: Case) -> list[dict[str, Any]]:
     denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
     batches = tiny_moe.mine(trainer, ranks)
     for _ in range(3):
-        loss = TextLoss(batches, trainer.model.vocab_size, denominator)
+        loss = TextLoss(batches, trainer.model.description.vocab_size, denominator)
         steps.append(matrix.facts(trainer, batches, trainer.step(batches, loss, enforce=False), denominator))
     return steps
 

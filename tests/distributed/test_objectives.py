@@ -13,7 +13,7 @@ from matrix import Case
 from policy_rows import PRESETS, facts_of_presets, preset
 from ranks import Ranks
 
-from moerl.algorithms.tensors import sampled_tokens
+from moerl.algorithms.arrays import sampled_tokens
 from moerl.contract.batch import BatchTotals
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,8 +10,7 @@ import pytest
 from episode_streams import check, ends
 from policy_rows import grpo
 
-from moerl.algorithms.arrays import with_advantages
-from moerl.algorithms.tensors import rewarded
+from moerl.algorithms.arrays import rewarded, with_advantages
 from moerl.contract.episodes import Session
 from moerl.contract.trajectory import TURN_REWARDS, Trajectory
 from moerl.errors import EpisodeError

@@ -11,9 +11,9 @@ import torch
 from kernel_cases import AT_LENGTH, INTERPRETED
 from routing_sums import routing_checksums as recorded_checksums
 
-from moerl.algorithms.agreement import choice_statistics, differs
 from moerl.contract.routing import mix as numpy_mix
 from moerl.contract.routing import row_checksums as recorded_rows
+from moerl.contract.trainer import STATISTICS
 from moerl.kernels import routing
 from moerl.kernels.mixing import mix
 from moerl.kernels.routing_inputs import Choices, RoutedRows
@@ -23,6 +23,9 @@ SIZES = [
     pytest.param(70, 160, 6, marks=AT_LENGTH),
 ]
 """Rows, experts, experts per token."""
+
+CHOICES_BY_TORCH = routing.add_choices
+"""Reference for Triton's kernel."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +109,43 @@ def test_choices_are_compared_row_by_row_and_in_sum(num_rows: int, num_experts: 
     statistics = routing.partial_statistics(1, torch.device("cpu"))[0].repeat(3 if INTERPRETED else 1, 1)
     routing.add_choices(choices, differing, statistics)
     routing.add_choices(choices, differing, statistics)
-    expected = 2 * (differs(own, recorded.indices, num_experts) & routed)
-    assert (differing - 4).tolist() == expected.tolist()
-    np.testing.assert_allclose(
-        statistics.sum(0).numpy(), 2 * choice_statistics(scores, own, recorded.indices, counted).numpy(), rtol=1e-12
-    )
+    differs, expected = torch.zeros_like(differing), torch.zeros(1, len(STATISTICS), dtype=torch.float64)
+    CHOICES_BY_TORCH(choices, differs, expected)
+    assert (differing - 4).tolist() == (2 * differs).tolist()
+    np.testing.assert_allclose(statistics.sum(0).numpy(), 2 * expected[0].numpy(), rtol=1e-12)
     again = torch.zeros_like(statistics)
     for _ in range(2):
         routing.add_choices(choices, differing, again)
     assert torch.equal(again, statistics)
+
+
+def sums_of_rows(scores_tE: np.ndarray, recorded_tK: np.ndarray, counted_t: np.ndarray) -> dict[str, float]:
+    sums: dict[str, float] = dict.fromkeys(STATISTICS, 0.0)
+    for scores_E, recorded_K, counted in zip(scores_tE, recorded_tK, counted_t, strict=True):
+        if not counted:
+            continue
+        order = np.argsort(-scores_E)
+        k = len(recorded_K)
+        natural, recorded = set(order[:k].tolist()), set(recorded_K.tolist())
+        margin = float(scores_E[order[k - 1]] - scores_E[order[k]]) if k < len(order) else 0.0
+        sums["rows"] += 1
+        sums["flips"] += natural != recorded
+        sums["jaccard"] += len(natural & recorded) / len(natural | recorded)
+        sums["margin_at_flips" if natural != recorded else "margin_elsewhere"] += margin
+    return sums
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (16, 8), (4, 4), (3, 1)])
+def test_statistics_of_choices_are_those_of_a_loop_over_rows(num_experts: int, k: int) -> None:
+    rng = np.random.default_rng(num_experts)
+    scores_tE = rng.standard_normal((200, num_experts)).astype(np.float32)
+    noisy_tE = scores_tE + 0.3 * rng.standard_normal(scores_tE.shape)
+    recorded_tK = rng.permuted(np.argsort(-noisy_tE, axis=1)[:, :k], axis=1)
+    counted_t = rng.random(200) < 0.8
+    scores, recorded, counted = map(torch.from_numpy, (scores_tE, recorded_tK, counted_t))
+    differing, found = torch.zeros(200, dtype=torch.int32), torch.zeros(1, len(STATISTICS), dtype=torch.float64)
+    CHOICES_BY_TORCH(Choices(scores, scores.topk(k).indices, recorded, counted, counted), differing, found)
+    expected = sums_of_rows(scores_tE, recorded_tK, counted_t)
+    np.testing.assert_allclose(found[0].numpy(), list(expected.values()), rtol=1e-6)
+    assert int(differing.sum()) == expected["flips"]
+    assert (expected["flips"] > 0) == (k < num_experts)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moerl.contract.sealed import describe
 from moerl.errors import CheckpointError
 from moerl.offline.export import _of_step
-from moerl.trainer.checkpoint import CheckpointStore, describe
+from moerl.trainer.checkpoint import CheckpointStore
 
 FILE = "__0_0.distcp"
 

@@ -9,7 +9,7 @@ import pytest
 import tiny_moe
 from policy_rows import preset
 
-from moerl.algorithms.tensors import sampled_tokens
+from moerl.algorithms.arrays import sampled_tokens
 from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import BatchTotals, Microbatch, TextSample

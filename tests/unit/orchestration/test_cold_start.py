@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moerl.contract.sealed import seal
+from moerl.contract.sealed import describe, seal
 from moerl.errors import CheckpointError
 from moerl.orchestration.sft import cold_start
-from moerl.trainer.checkpoint import CheckpointStore, describe
+from moerl.trainer.checkpoint import CheckpointStore
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from disks import power_may_go
 
+from moerl.contract.sealed import describe
 from moerl.errors import CheckpointError
-from moerl.trainer.checkpoint import CheckpointStore, _hash_of, checkpoint_names, describe, find_problem
+from moerl.trainer.checkpoint import CheckpointStore, _hash_of, checkpoint_names, find_problem
 
 
 def state_of(step: int, stage: str = "rl") -> dict[str, Any]:
