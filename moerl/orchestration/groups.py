@@ -199,7 +199,9 @@ class GroupSource:
         """
         again, self._again = self._again, list[int]()
         numbers = [*again]
-        while self._queue.num_free > 0 and self._num_open < self._num_left:
+        # Groups that the run will still train, without those that are being trained.
+        num_left = (self._plan.loop.steps - self.version) * self.limits.groups_per_step - len(self._batch)
+        while self._queue.num_free > 0 and self._queue.count(GroupState.RUNNING, GroupState.FINISHED) < num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._plan.loop.group_size)
             if self._curriculum:
@@ -223,16 +225,6 @@ class GroupSource:
             name = f"groups-{numbers[0]}"
             threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
         return bool(there)
-
-    @property
-    def _num_open(self) -> int:
-        """Number of groups that were asked for and are still to be trained, or in training."""
-        return len(self._queue.numbers(GroupState.RUNNING, GroupState.FINISHED)) + len(self._batch)
-
-    @property
-    def _num_left(self) -> int:
-        """Number of groups that the run will still train, those in training included."""
-        return (self._plan.loop.steps - self.version) * self.limits.groups_per_step
 
     def _collect_beside(self, numbers: Sequence[int]) -> None:
         try:
@@ -305,17 +297,14 @@ class GroupSource:
             self._curriculum.learn(group.trajectories)
         reason = self._plan.reason_against(group.trajectories)
         if group.trajectories and not reason:
-            self._finished[group.number] = _Waiting(group, self._kept(group))
+            kept = self._plan.kept(group.trajectories, group.number)
+            self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
+            self._finished[group.number] = _Waiting(group, kept)
             self._queue.finish(group.number)
         else:
             self._leave_out(group, reason)
         self._flow.sampling(self._queue.count(GroupState.RUNNING))
         self._state.notify_all()
-
-    def _kept(self, group: FinishedGroup) -> list[Trajectory]:
-        kept = self._plan.kept(group.trajectories, group.number)
-        self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
-        return kept
 
     def _leave_out(self, group: FinishedGroup, reason: str) -> None:
         """Frees the slot of a group that is not trained. reason: that of the ledger; empty if all rollouts of the group
