@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.batching.curriculum import Curriculum
 from moerl.batching.order import batch_indices
 from moerl.buffer.flow import Flow, age_metrics
 from moerl.buffer.journal import FinishedGroup, Journal
@@ -23,7 +24,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.rollouts import Collector, unwatched
-from moerl.orchestration.selection import PromptChoice, check_fills_up, num_episodes
+from moerl.orchestration.selection import accuracy_of, check_fills_up, num_episodes
 from moerl.orchestration.source import GroupPlan
 
 NOT_KEPT = "not_kept"
@@ -75,7 +76,7 @@ class GroupSource:
         self._lengths, self._flow = Lengths(), Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
-        self._curriculum = PromptChoice.of(plan.loop, plan.seed, prompts)
+        self._curriculum = Curriculum.of(plan.loop, plan.seed, prompts)
 
     def batch(self) -> list[Trajectory]:
         """Returns the trajectories of the next step, group by group in the order of dispatch; waits for them.
@@ -293,8 +294,9 @@ class GroupSource:
     def _finish(self, group: FinishedGroup) -> None:
         """Lets a group wait for its batch, or filters it."""
         self._lengths.offer(group.number, (trajectory.num_sampled for trajectory in group.trajectories))
-        if self._curriculum:
-            self._curriculum.learn(group.trajectories)
+        if self._curriculum and group.trajectories:
+            right = [accuracy_of(trajectory) for trajectory in group.trajectories]
+            self._curriculum.learn(group.trajectories[0].lineage.prompt_id, sum(right) / len(right))
         reason = self._plan.reason_against(group.trajectories)
         if group.trajectories and not reason:
             kept = self._plan.kept(group.trajectories, group.number)
