@@ -137,8 +137,7 @@ class DumpSource:
                 remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
             )
         self._lengths.train(trajectory.num_sampled for trajectory in chosen)
-        if warning := self._lengths.warning():
-            self._say(warning)
+        self._lengths.warn(self._say)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(version, versions, histogram=self.limits.max_staleness > 0),

@@ -99,8 +99,7 @@ class GroupSource:
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
         self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
-        if warning := self._lengths.warning():
-            self._collector.say(warning)
+        self._lengths.warn(self._collector.say)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(self.version, versions, histogram=self._overlaps),
