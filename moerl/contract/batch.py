@@ -124,7 +124,7 @@ UNSCORED: Mapping[str, tuple[type[np.generic], float]] = {
     "temperatures": (np.float32, 1),
     "truncated": (np.bool_, False),
 }
-"""Those of them that the loss alone needs: the dtype, and the value of a row that is not scored."""
+"""Fields of these that the loss alone needs: the dtype, and the value of a row that is not scored."""
 
 
 def unscored(num_rows: int) -> dict[str, Any]:
