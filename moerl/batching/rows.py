@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch import UNSCORED, Microbatch, TextSample, TrainSample, unscored
 from moerl.contract.batch_checksums import Recorded, context_checksum, kept_checksum
 from moerl.contract.demands import demand_scores
 from moerl.contract.parallel import ParallelDims
@@ -108,11 +108,7 @@ _PER_ROW: dict[str, tuple[type[np.generic], float]] = {
     "input_ids": (np.int64, 0),
     "target_ids": (np.int64, 0),
     "loss_mask": (np.bool_, False),
-    "advantages": (np.float32, 0),
-    "rollout_logprobs": (np.float32, 0),
-    "versions": (np.int64, -1),
-    "temperatures": (np.float32, 1),
-    "truncated": (np.bool_, False),
+    **UNSCORED,
     "routed": (np.bool_, True),
 }
 """Fields of `SequenceRows` with a number for each row: the dtype in a microbatch, and the number on pad rows."""
@@ -182,17 +178,12 @@ def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
             remedy="begin with a prompt of at least one token",
         )
     num_rows, input_ids = num_tokens - 1, sample.token_ids[:-1]
-    zeros = np.zeros(num_rows, np.float32)
     return SequenceRows(
         input_ids=input_ids,
         target_ids=sample.token_ids[1:],
         loss_mask=sample.loss_mask[1:],
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        versions=np.full(num_rows, -1),
-        temperatures=np.ones(num_rows, np.float32),
+        **unscored(num_rows),
         kept=KeptSets.empty(num_rows),
-        truncated=np.zeros(num_rows, np.bool_),
         sample_index=sample_index,
         routed=np.ones(num_rows, np.bool_),
         recorded=Recorded(0, input_ids, KeptSets.empty(0)),

@@ -7,7 +7,7 @@ preference. Pure; runs in the controller.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,13 @@ class Lengths:
         shares = (np.searchsorted(each, at, side="right") / len(each) for each in (offered, trained))
         return float(np.abs(np.subtract(*shares)).max())
 
-    def warning(self) -> str:
-        """Returns a warning the first time that `distance` is above `FAR` over `MIN_RESPONSES` or more; else empty."""
+    def warn(self, say: Callable[[str], None]) -> None:
+        """Says a warning the first time that `distance` is above `FAR` over `MIN_RESPONSES` or more."""
         has_few = min(len(self._offered), len(self._trained)) < MIN_RESPONSES
         if self._has_warned or has_few or self.distance <= FAR:
-            return ""
+            return
         self._has_warned = True
-        return (
+        say(
             "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
             f" {self.distance:.2f}): what rl.filters, rl.keep and quarantine leave out biases the policy"
         )

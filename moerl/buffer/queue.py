@@ -36,28 +36,21 @@ class QueueLimits:
     """Limits of the queue.
 
     Raises:
-        ConfigError: No batch could ever be full, a window, dropping or rare updates without the staleness that they
-            need, or a window and dropping.
+        ConfigError: a window, dropping or rare updates without the staleness that they need, or a window and dropping.
     """
 
     groups_per_step: int
-    """P."""
+    """P, at least 1."""
     max_staleness: int = 0
-    """S, in versions."""
+    """S, in versions, at least 0."""
     window: int = 1
-    """W, in groups."""
+    """W, in groups, at least 1."""
     drops: bool = False
     """True if groups that are too old are dropped."""
     update_every: int = 1
     """Steps between two updates of engines."""
 
     def __post_init__(self) -> None:
-        if self.groups_per_step < 1 or self.max_staleness < 0 or self.window < 1:
-            raise ConfigError(
-                "buffer: no batch would ever be full",
-                seen=f"{self.groups_per_step} groups a step, max_staleness {self.max_staleness}, window {self.window}",
-                expected="at least 1 group a step, a staleness of at least 0 and a window of at least 1",
-            )
         if self.window > 1 and not self.max_staleness:
             raise ConfigError(
                 "buffer.window: nothing can pass a slow group if every step waits for all of its own",
@@ -140,8 +133,9 @@ class GroupQueue:
         """Groups that may be dispatched now."""
         return self.limits.slots - self._num_held
 
-    def count(self, state: GroupState) -> int:
-        return sum(each == state for each in self._states.values())
+    def count(self, *states: GroupState) -> int:
+        """Returns how many groups are in these states."""
+        return sum(state in states for state in self._states.values())
 
     def numbers(self, *states: GroupState) -> list[int]:
         """Returns the groups in these states, in the order of dispatch."""

@@ -300,16 +300,12 @@ class _Simulation:
         heapq.heappush(self.events, (ends, next(self.order), _TRAINER, 0))
 
     def _end_step(self) -> None:
+        """Ends the training of a batch; engines get its weights if an update is due."""
         self.is_training, self.waiting_since = False, self.now
         self.version += 1
         self.step_ends.append(self.now)
-        if self._is_update_due(self.version):
-            self._update()
-
-    def _is_update_due(self, version: int) -> bool:
-        return version % self.limits.update_every == 0
-
-    def _update(self) -> None:
+        if not self._is_update_due(self.version):
+            return
         self.engine_version = self.version
         self.queue.release(self.queue.numbers(GroupState.TAKEN))
         for index, engine in enumerate(self.engines):
@@ -318,6 +314,9 @@ class _Simulation:
                 engine.stand_still(self.costs.stall + self.costs.recompute_token * engine.tokens_under_way)
                 self._plan(index)
         self._dispatch()
+
+    def _is_update_due(self, version: int) -> bool:
+        return version % self.limits.update_every == 0
 
 
 def simulate(

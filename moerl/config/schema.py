@@ -364,7 +364,7 @@ class RunConfig(Section):
     metrics: MetricsConfig = Field(description="Destinations of metrics.")
 
     def queue_limits(self) -> QueueLimits:
-        """Returns the limits of the queue. Raises `ConfigError` if no batch could be full."""
+        """Returns the limits of the queue. Raises `ConfigError` if they contradict each other."""
         buffer, per_step, drops = self.buffer, self.rl.prompts_per_step, self.buffer.when_stale == "drop"
         return QueueLimits(per_step, buffer.max_staleness, buffer.window, drops, self.weights.every)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +117,19 @@ INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
 FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
 FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
 """Fields of a microbatch that have a value a row, besides `sample_index`."""
+UNSCORED: Mapping[str, tuple[type[np.generic], float]] = {
+    "advantages": (np.float32, 0),
+    "rollout_logprobs": (np.float32, 0),
+    "versions": (np.int64, -1),
+    "temperatures": (np.float32, 1),
+    "truncated": (np.bool_, False),
+}
+"""Fields of these that the loss alone needs: the dtype, and the value of a row that is not scored."""
+
+
+def unscored(num_rows: int) -> dict[str, Any]:
+    """Returns the fields of `UNSCORED` of rows none of which is scored."""
+    return {name: np.full(num_rows, value, dtype) for name, (dtype, value) in UNSCORED.items()}
 
 
 @dataclass(frozen=True, slots=True)

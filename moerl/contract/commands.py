@@ -201,26 +201,14 @@ class Close(Command):
     """The last command."""
 
 
+PassCommand = Score | Prepare | Step | Trace
+"""Passes over a loaded batch."""
+SyncCommand = Publish | Hold | Resend
+"""Weights on their way from senders to receivers."""
+CheckpointCommand = Save | PollSave | Restore | Export | Rewrite
+"""Checkpoints, and model directories that are written from them or like them."""
 AnyCommand = (
-    Start
-    | Build
-    | Load
-    | Score
-    | Prepare
-    | Step
-    | Trace
-    | Publish
-    | GiveBack
-    | Hold
-    | Resend
-    | UseOfDevice
-    | Profile
-    | Save
-    | PollSave
-    | Restore
-    | Export
-    | Rewrite
-    | Close
+    Start | Build | Load | PassCommand | SyncCommand | GiveBack | UseOfDevice | Profile | CheckpointCommand | Close
 )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moerl.contract.array_checks import check_expert_ids, check_kept_sets
 from moerl.contract.demands import (
@@ -74,8 +73,10 @@ def check_trajectory(trajectory: TrajectoryFields) -> None:
     _check_types(trajectory)
     _check_spec(trajectory.spec)
     _check_lineage(trajectory)
-    _check_named_values(trajectory)
+    _demand_numbers(trajectory.rewards, "rewards")
+    _demand_numbers(trajectory.timings, "timings")
     _check_layout(trajectory)
+    check_scores(trajectory.scores, len(trajectory))
     _check_tokens(trajectory)
     _check_turns(trajectory)
     _check_logprobs(trajectory)
@@ -95,7 +96,7 @@ def check_rewards(rewards: dict[str, float]) -> None:
 
 
 def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
-    """Refuses side scores that break an invariant. Called when a checked trajectory gets new ones.
+    """Refuses side scores that break an invariant; called alone when a checked trajectory gets new ones.
 
     Raises:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long`, `wrong_dtype`, `wrong_shape` or
@@ -105,8 +106,9 @@ def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
     _demand_few_names(scores, "scores")
     for name, score in scores.items():
         demand_text(name, "scores name")
-        _demand_array(score, _FLOAT32, (num_tokens,), f"scores[{name!r}]")
-        _demand_finite_score(name, score)
+        field = f"scores[{name!r}]"
+        _demand_array(score, _FLOAT32, (num_tokens,), field)
+        refuse_where(field, score, (~np.isfinite(score), Reason.VALUE_NOT_FINITE, "finite"))
 
 
 def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
@@ -155,14 +157,6 @@ def _check_lineage(trajectory: TrajectoryFields) -> None:
     demand(agree, Reason.LINEAGE_INCOMPLETE, "lineage.fork_at", seen, "both for a fork, neither otherwise")
 
 
-def _check_named_values(trajectory: TrajectoryFields) -> None:
-    _demand_numbers(trajectory.rewards, "rewards")
-    _demand_numbers(trajectory.timings, "timings")
-    _demand_few_names(trajectory.scores, "scores")
-    for name in trajectory.scores:
-        demand_text(name, "scores name")
-
-
 def _demand_few_names(values: dict[str, Any], group: str) -> None:
     demand(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
 
@@ -175,10 +169,6 @@ def _demand_numbers(values: dict[str, Any], group: str) -> None:
         field = f"{group}[{name!r}]"
         demand(is_number(value), Reason.WRONG_TYPE, field, type(value).__name__, "a number")
         demand(is_finite(value), Reason.VALUE_NOT_FINITE, field, shown(value), "a finite number")
-
-
-def _demand_finite_score(name: str, score: NDArray[np.float32]) -> None:
-    refuse_where(f"scores[{name!r}]", score, (~np.isfinite(score), Reason.VALUE_NOT_FINITE, "finite"))
 
 
 def _check_layout(trajectory: TrajectoryFields) -> None:
@@ -196,8 +186,6 @@ def _check_layout(trajectory: TrajectoryFields) -> None:
     _demand_array(trajectory.routed, _BOOL, (rows,), "routed")
     _demand_array(trajectory.kept.offsets, _INT64, (num_tokens + 1,), "kept.offsets")
     _demand_array(trajectory.kept.ids, _INT32, (None,), "kept.ids")
-    for name, score in trajectory.scores.items():
-        _demand_array(score, _FLOAT32, (num_tokens,), f"scores[{name!r}]")
 
 
 def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
@@ -219,8 +207,6 @@ def _check_tokens(trajectory: TrajectoryFields) -> None:
         seen = f"the last sampled token is {int(np.flatnonzero(sampled)[-1])} of {len(sampled)}"
         expected = "nothing after the last sampled token"
         raise ContractError(Reason.NOT_TRIMMED, field="sampled", seen=seen, expected=expected)
-    for name, score in trajectory.scores.items():
-        _demand_finite_score(name, score)
 
 
 def _check_turns(trajectory: TrajectoryFields) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -32,24 +32,18 @@ _SHORT = reprlib.Repr(
 )
 
 
-@dataclass(slots=True)
-class Plain:
-    """A value in msgpack types."""
+def to_plain(value: object) -> tuple[Any, list[str]]:
+    """Returns anything in msgpack types, and what of it is not there, as `place: what`.
 
-    value: Any
-    """The value; arrays, and all that msgpack cannot hold, are maps with the key `MARK`."""
-    incomplete: list[str] = field(default_factory=list)
-    """Parts of the value that are not in it, as `place: what`."""
-
-
-def to_plain(value: object) -> Plain:
-    """Returns anything in msgpack types; texts, numbers, arrays, lists and maps are kept whole."""
+    Texts, numbers, arrays, lists and maps are kept whole. Arrays, and all that msgpack cannot hold, are maps with the
+    key `MARK`.
+    """
     walk = _Walk()
     plain = walk.plain(value)
     notes = walk.notes[:_MAX_NOTES]
     if len(walk.notes) > _MAX_NOTES:
         notes.append(f"and {len(walk.notes) - _MAX_NOTES} more")
-    return Plain(plain, notes)
+    return plain, notes
 
 
 def safe_repr(value: object) -> str:
@@ -62,7 +56,7 @@ def safe_repr(value: object) -> str:
 
 
 def from_plain(value: Any) -> Any:
-    """Restores a value from the output of `to_plain`; one without a plain form becomes a map `{"repr": text}`."""
+    """Restores a value that `to_plain` returned; one without a plain form becomes a map `{"repr": text}`."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -234,13 +234,13 @@ class Quarantine:
         self, record: RolloutRecord, error: ContractError, trainer_version: int, *, counts: bool = True
     ) -> None:
         """Writes a refused record, then counts it if it `counts`."""
-        content, rollout_id = to_plain(record.values), _json(record.rollout_id)
+        (content, incomplete), rollout_id = to_plain(record.values), _json(record.rollout_id)
         why = {
             "rollout_id": rollout_id,
             "engine_id": _json(record.engine_id),
             "policy_version": _json(record.policy_version),
             "trainer_version": trainer_version,
-            "incomplete": content.incomplete,
+            "incomplete": incomplete,
             "reason": str(error.reason),
             "field": error.field,
             "expected": error.expected,
@@ -250,7 +250,7 @@ class Quarantine:
         digest = hashlib.blake2b(str(rollout_id).encode(errors="surrogatepass"), digest_size=8)
         contents = {
             "record.json": json.dumps(why, indent=2, allow_nan=False).encode(),
-            _CONTENT: msgspec.msgpack.encode(content.value),
+            _CONTENT: msgspec.msgpack.encode(content),
         }
         with writing(self.folder):
             write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)

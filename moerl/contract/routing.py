@@ -76,13 +76,11 @@ def summed_checksums(
     return total
 
 
-def row_checksums(
-    key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], *, first: int = 0
-) -> NDArray[np.uint64]:
+def row_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16]) -> NDArray[np.uint64]:
     """Returns uint64 [rows, L]: the share of every row in `summed_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
     out = np.empty((num_rows, num_layers), np.uint64)
-    for rows, sums in _row_sums(_salts(np.uint64(key), np.arange(first, first + num_rows)), expert_ids):
+    for rows, sums in _row_sums(_salts(np.uint64(key), np.arange(num_rows)), expert_ids):
         out[rows] = sums
     return out
 

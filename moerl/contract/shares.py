@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
+from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch, unscored
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ReplayError
@@ -70,18 +70,7 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
         routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
         kept=batch.kept.take(rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
     )
-    if layout.is_last_stage:
-        return share
-    zeros_t = np.zeros(share.num_rows, np.float32)
-    return replace(
-        share,
-        advantages=zeros_t,
-        rollout_logprobs=zeros_t,
-        versions=np.full(share.num_rows, -1),
-        temperatures=np.ones(share.num_rows, np.float32),
-        truncated=np.zeros(share.num_rows, np.bool_),
-        scores={},
-    )
+    return share if layout.is_last_stage else replace(share, **unscored(share.num_rows), scores={})
 
 
 def routing_bytes(batches: Sequence[Microbatch]) -> int:

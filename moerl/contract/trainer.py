@@ -6,7 +6,7 @@ Shape legend: R = trained tokens over all ranks, C = columns, L = MoE layers, E 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,21 +16,6 @@ from numpy.typing import NDArray
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trajectory import ModelSpec
-
-ROW_COLUMNS = (
-    "trainer",
-    "rollout",
-    "full",
-    "entropy",
-    "clipped",
-    "layers_differing",
-    "weight",
-    "kl",
-    "sample",
-    "position",
-)
-"""Columns of `PassReport.rows_RC`. sample: index in the minibatch; position: of the token in its sample; both are exact
-up to 2^24."""
 
 WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 """Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it
@@ -45,6 +30,41 @@ PROFILES = "profile"
 """Folder of traces of single steps in the run directory."""
 
 Stage = Literal["sft", "rl"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Table of the trained tokens of all ranks: float32 [R] each."""
+
+    trainer: NDArray[np.float32]
+    """Trainer's log-prob under the support that the token was drawn from, nats."""
+    rollout: NDArray[np.float32]
+    """Engine's log-prob under the same support, nats."""
+    full: NDArray[np.float32]
+    """Trainer's log-prob over the whole vocabulary, nats; zeros if it was not asked for."""
+    entropy: NDArray[np.float32]
+    """Entropy of the distribution of `trainer`, nats."""
+    clipped: NDArray[np.float32]
+    """1 if the algorithm clipped the token's ratio, else 0."""
+    layers_differing: NDArray[np.float32]
+    """MoE layers whose natural choice of experts was not the recorded one."""
+    weight: NDArray[np.float32]
+    """Correction of the token's loss; 1 without one, 0 = left out of the loss."""
+    kl: NDArray[np.float32]
+    """KL to the reference model, nats; zeros without one."""
+    sample: NDArray[np.float32]
+    """Index of the token's sample in the minibatch; exact up to 2^24."""
+    position: NDArray[np.float32]
+    """Position of the token in its sample; exact up to 2^24."""
+
+    @classmethod
+    def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
+        """Returns the columns of rows, as ranks report them."""
+        return cls(*np.ascontiguousarray(rows_RC.T))
+
+
+ROW_COLUMNS = tuple(column.name for column in fields(RowTable))
+"""Columns of `PassReport.rows_RC`, in this order."""
 
 
 @dataclass(frozen=True, slots=True)

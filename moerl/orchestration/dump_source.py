@@ -118,7 +118,11 @@ class DumpSource:
         for number, rollouts in enumerate(read, first):
             self.ledger.issue(number, len(rollouts))
             trajectories = self._admitted(number, rollouts, version)
-            kept = self._kept(number, trajectories)
+            # A run dumps only the rollouts that its own filters left.
+            if reason := self._plan.reason_against(trajectories):
+                self.ledger.filter(number, reason)
+                continue
+            kept = self._plan.kept(trajectories, number)
             self._batch += [(number, len(trajectories) - len(kept), len(kept))] if kept else []
             chosen += kept
         self._quarantine.forget(ids)
@@ -133,8 +137,7 @@ class DumpSource:
                 remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
             )
         self._lengths.train(trajectory.num_sampled for trajectory in chosen)
-        if warning := self._lengths.warning():
-            self._say(warning)
+        self._lengths.warn(self._say)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(version, versions, histogram=self.limits.max_staleness > 0),
@@ -174,14 +177,6 @@ class DumpSource:
             self._quarantine.refuse(refused, error, trainer_version=version)
             return None
         return self._quarantine.admit(record, trainer_version=version)
-
-    def _kept(self, number: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Returns the trajectories that `rl.filters` and `rl.keep` leave of a group. A run dumps only those that its
-        own filters left."""
-        if reason := self._plan.reason_against(trajectories):
-            self.ledger.filter(number, reason)
-            return []
-        return self._plan.kept(trajectories, number)
 
     def _check(self, groups: Sequence[DumpedGroup], chosen: Sequence[Trajectory], num_refused: int) -> None:
         """Says how many rollouts were refused. Raises `MoerlError` if none is left to train."""

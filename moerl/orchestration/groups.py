@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.batching.curriculum import Curriculum
 from moerl.batching.order import batch_indices
 from moerl.buffer.flow import Flow, age_metrics
 from moerl.buffer.journal import FinishedGroup, Journal
@@ -23,7 +24,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
 from moerl.orchestration.rollouts import Collector, unwatched
-from moerl.orchestration.selection import PromptChoice, check_fills_up, num_episodes
+from moerl.orchestration.selection import accuracy_of, check_fills_up, num_episodes
 from moerl.orchestration.source import GroupPlan
 
 NOT_KEPT = "not_kept"
@@ -75,7 +76,7 @@ class GroupSource:
         self._lengths, self._flow = Lengths(), Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
-        self._curriculum = PromptChoice.of(plan.loop, plan.seed, prompts)
+        self._curriculum = Curriculum.of(plan.loop, plan.seed, prompts)
 
     def batch(self) -> list[Trajectory]:
         """Returns the trajectories of the next step, group by group in the order of dispatch; waits for them.
@@ -98,8 +99,7 @@ class GroupSource:
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
         self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
-        if warning := self._lengths.warning():
-            self._collector.say(warning)
+        self._lengths.warn(self._collector.say)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(self.version, versions, histogram=self._overlaps),
@@ -199,7 +199,9 @@ class GroupSource:
         """
         again, self._again = self._again, list[int]()
         numbers = [*again]
-        while self._queue.num_free > 0 and self._num_open < self._num_left:
+        # Groups that the run will still train, without those that are being trained.
+        num_left = (self._plan.loop.steps - self.version) * self.limits.groups_per_step - len(self._batch)
+        while self._queue.num_free > 0 and self._queue.count(GroupState.RUNNING, GroupState.FINISHED) < num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._plan.loop.group_size)
             if self._curriculum:
@@ -223,16 +225,6 @@ class GroupSource:
             name = f"groups-{numbers[0]}"
             threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
         return bool(there)
-
-    @property
-    def _num_open(self) -> int:
-        """Number of groups that were asked for and are still to be trained, or in training."""
-        return len(self._queue.numbers(GroupState.RUNNING, GroupState.FINISHED)) + len(self._batch)
-
-    @property
-    def _num_left(self) -> int:
-        """Number of groups that the run will still train, those in training included."""
-        return (self._plan.loop.steps - self.version) * self.limits.groups_per_step
 
     def _collect_beside(self, numbers: Sequence[int]) -> None:
         try:
@@ -301,21 +293,19 @@ class GroupSource:
     def _finish(self, group: FinishedGroup) -> None:
         """Lets a group wait for its batch, or filters it."""
         self._lengths.offer(group.number, (trajectory.num_sampled for trajectory in group.trajectories))
-        if self._curriculum:
-            self._curriculum.learn(group.trajectories)
+        if self._curriculum and group.trajectories:
+            right = [accuracy_of(trajectory) for trajectory in group.trajectories]
+            self._curriculum.learn(group.trajectories[0].lineage.prompt_id, sum(right) / len(right))
         reason = self._plan.reason_against(group.trajectories)
         if group.trajectories and not reason:
-            self._finished[group.number] = _Waiting(group, self._kept(group))
+            kept = self._plan.kept(group.trajectories, group.number)
+            self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
+            self._finished[group.number] = _Waiting(group, kept)
             self._queue.finish(group.number)
         else:
             self._leave_out(group, reason)
         self._flow.sampling(self._queue.count(GroupState.RUNNING))
         self._state.notify_all()
-
-    def _kept(self, group: FinishedGroup) -> list[Trajectory]:
-        kept = self._plan.kept(group.trajectories, group.number)
-        self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
-        return kept
 
     def _leave_out(self, group: FinishedGroup, reason: str) -> None:
         """Frees the slot of a group that is not trained. reason: that of the ledger; empty if all rollouts of the group

@@ -32,7 +32,7 @@ from moerl.algorithms.section import Algorithm
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
-from moerl.contract.trainer import PROFILES, PassReport, sum_reports
+from moerl.contract.trainer import PROFILES, PassReport, RowTable, sum_reports
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration import step_metrics
@@ -178,10 +178,10 @@ class RLStage:
         self, minibatches: Sequence[Minibatch], reports: Sequence[PassReport], num_unproved: int, step: int
     ) -> dict[str, float]:
         total, num_tokens = sum_reports(reports), round(sum(each.num_tokens for each in minibatches))
-        table, updates = step_metrics.RowTable.of(total.rows_RC), [each.update for each in reports if each.update]
+        table, updates = RowTable.of(total.rows_RC), [each.update for each in reports if each.update]
         self.run.reporter.log_layers(step + 1, step_metrics.per_layer(total.agreement_LS, total.live_rows_L))
         parts = [[sample.trajectory for sample in minibatch.samples] for minibatch in minibatches]
-        tables = [step_metrics.RowTable.of(report.rows_RC) for report in reports]
+        tables = [RowTable.of(report.rows_RC) for report in reports]
         metrics = {
             **step_metrics.disagreement(table),
             **step_metrics.policy_metrics(table),
@@ -235,7 +235,7 @@ class RLStage:
                 with explained(self.trainer, minibatch.samples):
                     report = self.trainer.score(number, enforce=routing, prove=prove, full=True)
                 rows.append(report.rows_RC)
-            gathered = step_metrics.RowTable.of(np.concatenate(rows))
+            gathered = RowTable.of(np.concatenate(rows))
             for name, full in zip(scorers, (False, True), strict=True):
                 table[name] = step_metrics.disagreement(gathered, full=full)
         return table
@@ -333,7 +333,7 @@ def penalised_advantages(
     """
     kl = []
     for minibatch, report in zip(minibatches, prepared, strict=True):
-        table = step_metrics.RowTable.of(report.rows_RC)
+        table = RowTable.of(report.rows_RC)
         kl.append(np.bincount(table.sample.astype(np.int64), table.kl.astype(np.float64), len(minibatch.samples)))
     trajectories = [sample.trajectory for minibatch in minibatches for sample in minibatch.samples]
     advantages_B = advantages_less_kl(trajectories, np.concatenate(kl), algorithm)

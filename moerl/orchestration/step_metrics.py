@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moerl.algorithms.arrays import agreement, mismatch, ratio_quantiles
 from moerl.contract.ports import SamplingCosts
 from moerl.contract.spans import is_of_episode
-from moerl.contract.trainer import DeviceUse, UpdateReport
+from moerl.contract.trainer import DeviceUse, RowTable, UpdateReport
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory, TurnKind
 from moerl.telemetry.devices import peak_flops
 from moerl.telemetry.metrics import agent_reward_metric, is_reward_name, named_reward_metric, score_metrics
@@ -25,36 +25,6 @@ ENVIRONMENT_SECONDS = "environment_seconds"
 """Key of `Trajectory.timings` that the first session of every played episode has."""
 MAX_AGENTS = 8
 """Agents whose reward is reported: those with most sessions."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowTable:
-    """Table of the trained tokens of all ranks: float32 [R] each."""
-
-    trainer: NDArray[np.float32]
-    """Trainer's log-prob under the support that the token was drawn from, nats."""
-    rollout: NDArray[np.float32]
-    """Engine's log-prob under the same support, nats."""
-    full: NDArray[np.float32]
-    """Trainer's log-prob over the whole vocabulary, nats; zeros if it was not asked for."""
-    entropy: NDArray[np.float32]
-    """Entropy of the distribution of `trainer`, nats."""
-    clipped: NDArray[np.float32]
-    """1 if the algorithm clipped the token's ratio, else 0."""
-    layers_differing: NDArray[np.float32]
-    """MoE layers whose natural choice of experts was not the recorded one."""
-    weight: NDArray[np.float32]
-    """Correction of the token's loss; 1 without one, 0 = left out of the loss."""
-    kl: NDArray[np.float32]
-    """KL to the reference model, nats; zeros without one."""
-    sample: NDArray[np.float32]
-    """Index of the token's sample in the minibatch."""
-    position: NDArray[np.float32]
-    """Position of the token in its sample."""
-
-    @classmethod
-    def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
-        return cls(*np.ascontiguousarray(rows_RC.T))
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:

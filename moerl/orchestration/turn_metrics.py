@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.spans import turn_numbers
+from moerl.contract.trainer import RowTable
 from moerl.contract.trajectory import TURN_REWARDS, Trajectory
-from moerl.orchestration.step_metrics import RowTable
 from moerl.telemetry.metrics import NUM_TURNS, turn_metric
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config.ranks import RankConfig
 from moerl.config.rollouts import EmbeddedRolloutConfig
-from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend
+from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend, SyncCommand
 from moerl.contract.ports import PolicyEngine, WeightSink
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
@@ -91,7 +91,7 @@ class WeightSync:
         self.tensors = plan.tensors()
         self._publisher = Publisher(plan, gatherer, peers, self._sink, name)
 
-    def run(self, command: Publish | Hold | Resend) -> Reply:
+    def run(self, command: SyncCommand) -> Reply:
         """Runs one command; with `Publish` a collective, which raises as `Publisher.publish`.
 
         Raises:

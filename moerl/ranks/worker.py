@@ -155,7 +155,7 @@ class Worker:
         self._leave_receivers()
         self._saver.wait()
 
-    def _sync(self, command: commands.Publish | commands.Hold | commands.Resend) -> Reply:
+    def _sync(self, command: commands.SyncCommand) -> Reply:
         """Syncs weights. With `trainer.sleep` the models rest after `Publish`: the engine goes on after all replies."""
         assert self._weights is not None
         with profiling.named("sync"):

@@ -29,10 +29,13 @@ def test_leaving_out_what_is_long_is_worth_a_warning_and_training_all_is_not() -
     all_of_them.train(drawn)
     short_ones.train([length for length in drawn if length < 70])
     assert all_of_them.distance == 0.0
-    assert all_of_them.warning() == ""
-    # Once.
-    assert f"lengths/distance {short_ones.distance:.2f}" in short_ones.warning()
-    assert short_ones.warning() == ""
+    said: list[str] = []
+    all_of_them.warn(said.append)
+    assert said == []
+    for _ in range(2):
+        short_ones.warn(said.append)
+    (warning,) = said
+    assert f"lengths/distance {short_ones.distance:.2f}" in warning
 
 
 def test_a_few_responses_are_not_worth_a_warning() -> None:
@@ -40,5 +43,7 @@ def test_a_few_responses_are_not_worth_a_warning() -> None:
     lengths.offer(0, range(100))
     lengths.train(range(10))
     assert lengths.distance == pytest.approx(0.9)
-    assert lengths.warning() == ""
+    said: list[str] = []
+    lengths.warn(said.append)
+    assert said == []
     assert Lengths().distance == 0.0

@@ -224,6 +224,11 @@ def test_several_senders_need_servers_or_a_disk_and_as_many_ranks():
     assert config.weights.senders == 2
 
 
+@pytest.mark.parametrize("override", ["rl.prompts_per_step=0", "buffer.max_staleness=-1", "buffer.window=0"])
+def test_limits_of_the_queue_with_which_no_batch_is_ever_full_are_refused(override: str) -> None:
+    assert error(override).startswith(override.partition("=")[0])
+
+
 def test_sampling_ahead_needs_an_engine_beside_the_trainer_and_a_window_needs_sampling_ahead() -> None:
     assert error("buffer.max_staleness=1").startswith("buffer.max_staleness: the engine and the trainer take turns")
     assert error("buffer.window=2").startswith("buffer.window: nothing can pass a slow group")

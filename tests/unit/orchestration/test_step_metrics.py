@@ -15,11 +15,10 @@ from moerl.contract.batch import TrainSample
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.ports import SamplingCosts
 from moerl.contract.shares import cut_share
-from moerl.contract.trainer import ROW_COLUMNS, DeviceUse, UpdateReport
+from moerl.contract.trainer import ROW_COLUMNS, DeviceUse, RowTable, UpdateReport
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.orchestration.rl import _split_groups
 from moerl.orchestration.step_metrics import (
-    RowTable,
     device_metrics,
     disagreement,
     load_metrics,

@@ -13,8 +13,8 @@ from factories import FULL, Layout, make_from_layout, make_trajectory
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import cut_share
+from moerl.contract.trainer import RowTable
 from moerl.contract.trajectory import TURN_REWARDS, Lineage, Trajectory, TurnKind
-from moerl.orchestration.step_metrics import RowTable
 from moerl.orchestration.turn_metrics import turn_metrics
 from moerl.ranks.tables import local_rows
 from moerl.telemetry.metrics import NUM_TURNS, check_metrics
