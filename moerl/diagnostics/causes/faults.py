@@ -52,6 +52,9 @@ class Fault:
     """Takes the fault back in the assumption of a rollout that has it."""
     of_R: NDArray[np.bool_]
     """True for the rollouts that have it, or that may have it."""
+    is_judged: bool = False
+    """True for a fault of routes whose repair brought the mean of these rollouts nearer, so that some may not have
+    it."""
 
 
 def applied(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
