@@ -131,10 +131,6 @@ class Ground:
         limit = least if is_few else max(part * of_them.value, least)
         return may_R.copy() if gained.value > limit and (is_few or gained.low > 0) else clear
 
-    def closed(self, before: Plan, after: Plan) -> float:
-        """Returns the nats by which the mean gap of all rollouts shrinks."""
-        return self.gaps.differences(before).mean - self.gaps.differences(after).mean
-
     def seen(self, of_R: NDArray[np.bool_], before: Plan, after: Plan) -> Evidence:
         """Returns the gap of these rollouts, before and after, as evidence."""
         one, other = (self.mean_of(self.gaps.differences(plan), of_R) for plan in (before, after))
