@@ -20,7 +20,7 @@ from _report import Result, command_line, json_argument, report
 
 from moerl.contract.fields import KeptSets
 from moerl.diagnostics.dumps.minimal import write_minimal
-from moerl.diagnostics.dumps.opening import open_dump
+from moerl.diagnostics.dumps.opening import open_dumps
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 
 NUM_ROLLOUTS, NUM_TOKENS, LAYERS, EXPERTS, TOP_K = 500, 4000, 48, 128, 8
@@ -65,7 +65,7 @@ def main() -> None:
         dump, page = Path(folder, "dump.parquet"), Path(folder, "report.html")
         write_minimal(dump, rollouts())
         start = time.perf_counter()
-        num_read = sum(len(rollout) for rollout in open_dump(dump).rollouts)
+        num_read = sum(len(rollout) for opened in open_dumps([dump]) for rollout in opened.rollouts)
         reading = time.perf_counter() - start
         start = time.perf_counter()
         command = [sys.executable, "-m", "moerl", "diagnose", str(dump), "--output", str(page)]

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from moerl.contract.fields import KeptSets
+from moerl.diagnostics.dumps.opening import open_dumps
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, turns_of
 from moerl.offline.torch_dumps import open_any_dumps
 
@@ -90,6 +91,12 @@ def _same(left: Any, right: Any, name: str) -> None:
             _same(left[key], right[key], name)
     else:
         assert left == right, name
+
+
+def open_dump(path: Path, **options: Any) -> Dump:
+    """The one dump that a path names."""
+    (dump,) = open_dumps([path], **options)
+    return dump
 
 
 def open_any_dump(path: Path, **options: Any) -> Dump:

@@ -80,7 +80,7 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
         tallied.append(_tallied(diagnosis, final, facts, ", repaired"))
     came = tallied[0][0]
     table = {
-        "neither": gaps.plan(Assumption()),
+        "neither": [Assumption()] * len(gaps.rollouts),
         "kept_sets": [replace(each, routing="own") for each in recorded],
         "experts": [replace(each, kept="full") for each in recorded],
         "both": recorded,

@@ -45,7 +45,7 @@ def write_rollout_table(diagnosis: Diagnosis, path: Path) -> None:
         "policy_version": pa.array([int(rollout.policy_versions.max()) for rollout in rollouts], count),
         "tokens": pa.array(map(len, rollouts), count),
         "sampled_tokens": pa.array([rollout.num_sampled for rollout in rollouts], count),
-        "gap_nothing_kept": pa.array(gaps.differences(gaps.plan(Assumption())).means, nats),
+        "gap_nothing_kept": pa.array(gaps.differences([Assumption()] * len(rollouts)).means, nats),
         "gap_as_recorded": pa.array(gaps.differences(diagnosis.as_recorded).means, nats),
         "gap_repaired": pa.array(gaps.differences(diagnosis.final).means, nats),
         "gap_trainer": pa.array(trainer, nats),

@@ -33,10 +33,6 @@ class Difference:
     worst_token: int
     """Index, in the trajectory, of the token with the largest; the first that is not finite, if any."""
 
-    def within(self, tolerance: float) -> bool:
-        """Returns True if the largest is within the tolerance; False for nan."""
-        return self.largest <= tolerance
-
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpinion:
@@ -55,7 +51,7 @@ class TrajectoryOpinion:
         return max(self.differences.values(), key=lambda each: (math.isnan(each.largest), each.largest)).worst_token
 
     def within(self, tolerance: float) -> bool:
-        return all(difference.within(tolerance) for difference in self.differences.values())
+        return all(each.largest <= tolerance for each in self.differences.values())  # False for nan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ import pytest
 
 from moerl.config.compose import config_groups
 from moerl.contract.quarantine import read_quarantined
-from moerl.diagnostics.dumps.opening import open_dump
+from moerl.diagnostics.dumps.opening import open_dumps
 from moerl.diagnostics.report.read_run import numbers_of_directory, stored_report
 from moerl.errors import MoerlError
 from moerl.launch.slurm.attempts import _rows
@@ -207,7 +207,7 @@ def _read_schema(path: Path) -> object:
 
 
 def _open_dump(path: Path) -> object:
-    return list(open_dump(path).rollouts)
+    return [list(dump.rollouts) for dump in open_dumps([path])]
 
 
 def _read_status(path: Path) -> object:

@@ -72,7 +72,7 @@ class Accounts:
         """Returns the sum that starts from own routing over the vocabulary: faults of values first, then masks and
         routing, in the mean of both orders."""
         gaps = self.ground.gaps
-        base = gaps.plan(Assumption())
+        base = [Assumption()] * len(gaps.rollouts)
         first = sizes = gaps.differences(base).sizes
         parts: dict[str, NDArray[np.float64]] = {}
         for number, fault in enumerate(values):

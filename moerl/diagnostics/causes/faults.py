@@ -52,6 +52,9 @@ class Fault:
     """Takes the fault back in the assumption of a rollout that has it."""
     of_R: NDArray[np.bool_]
     """True for the rollouts that have it, or that may have it."""
+    is_judged: bool = False
+    """True for a fault of routes whose repair brought the mean of these rollouts nearer, so that some may not have
+    it."""
 
 
 def applied(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
@@ -127,10 +130,6 @@ class Ground:
         least = OVER_FLOOR * float(self.floors[rest].mean()) if part else 0.0
         limit = least if is_few else max(part * of_them.value, least)
         return may_R.copy() if gained.value > limit and (is_few or gained.low > 0) else clear
-
-    def closed(self, before: Plan, after: Plan) -> float:
-        """Returns the nats by which the mean gap of all rollouts shrinks."""
-        return self.gaps.differences(before).mean - self.gaps.differences(after).mean
 
     def seen(self, of_R: NDArray[np.bool_], before: Plan, after: Plan) -> Evidence:
         """Returns the gap of these rollouts, before and after, as evidence."""

@@ -104,10 +104,6 @@ class Gaps:
     def starts(self) -> NDArray[np.int64]:
         return np.cumsum([0, *(rollout.num_sampled for rollout in self.rollouts)])
 
-    def plan(self, assumption: Assumption) -> list[Assumption]:
-        """Returns this assumption for all rollouts."""
-        return [assumption] * len(self.rollouts)
-
     def repaired(self, plan: Plan) -> list[DumpedRollout]:
         """Returns the rollouts after the repairs of the plan."""
         return [self._repair(number, assumption.repairs) for number, assumption in enumerate(plan)]

@@ -7,7 +7,7 @@ these tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moerl.diagnostics.causes.faults import CLEAR_PART, COARSE, ODD, Fault, Ground, applied, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Plan, Repair
 from moerl.diagnostics.causes.route_faults import search_routes
-from moerl.diagnostics.causes.routes import POOR, Place, compare, jaccard
+from moerl.diagnostics.causes.routes import POOR, OwnIds, Place, compare, jaccard
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 
@@ -49,7 +49,8 @@ def search_records(ground: Ground, start: Plan) -> Records:
     enforced = [replace(each, routing="recorded") if has else each for each, has in zip(start, has_R, strict=True)]
     if not has_R.any():
         return Records(enforced)
-    search = _Search(ground, rollouts, gaps.own_ids(start), has_R, enforced, gaps.differences(start).means)
+    own = {rollout.name: each for rollout, each in zip(rollouts, gaps.own_ids(start), strict=True)}
+    search = _Search(ground, rollouts, own, has_R, enforced, gaps.differences(start).means)
     search.together(has_R)
     while (suspect := search.suspect()).any() and search.together(suspect):
         pass
@@ -70,7 +71,7 @@ def search_records(ground: Ground, start: Plan) -> Records:
 class _Search:
     ground: Ground
     rollouts: Sequence[DumpedRollout]
-    own: Sequence[NDArray[np.int16]]
+    own: OwnIds
     has_R: NDArray[np.bool_]
     enforced: list[Assumption]
     own_R: NDArray[np.float64]
@@ -91,23 +92,14 @@ class _Search:
         """Searches these rollouts anew, from their record as it came. Returns True if a fault was found whose repair
         brings some odd rollouts clearly nearer."""
         self.searched += 1
-        chosen = [self.rollouts[i] for i in np.flatnonzero(of_R).tolist()]
-        own = {self.rollouts[i].name: self.own[i] for i in np.flatnonzero(of_R).tolist()}
         num_experts = self.ground.gaps.scorers[0].spec.num_experts
-        found = search_routes(chosen, own, num_experts, self._judge, f"search {self.searched}")
-        if not found:
+        faults = search_routes(self.rollouts, of_R, self.own, num_experts, self._judge, f"search {self.searched}")
+        if not faults:
             return False
-        faults = [
-            Fault(each.cause, each.title, each.evidence, repairing(each.repair), self._named(each.names))
-            for each in found
-        ]
         after = changed(self.enforced, faults)
-        judged_R = np.any([fault.of_R & each.is_judged for fault, each in zip(faults, found, strict=True)], axis=0)
+        judged_R = np.any([fault.of_R & fault.is_judged for fault in faults], axis=0)
         helped_R = self._helped(after, judged_R) if judged_R.any() else judged_R
-        faults = [
-            replace(fault, of_R=fault.of_R & helped_R) if each.is_judged else fault
-            for fault, each in zip(faults, found, strict=True)
-        ]
+        faults = [replace(fault, of_R=fault.of_R & helped_R) if fault.is_judged else fault for fault in faults]
         named = np.any([fault.of_R for fault in faults], axis=0)
         before_R = self.ground.gaps.differences(self.plan()).means
         after_R = self.ground.gaps.differences(changed(self.enforced, faults)).means
@@ -131,11 +123,7 @@ class _Search:
         one, other = ([replace(each, factor=COARSE[best]) for each in plan] for plan in (self.enforced, after))
         return helped_R | self.ground.helped(one, other, judged_R, part=0.0)
 
-    def _named(self, names: Collection[str]) -> NDArray[np.bool_]:
-        return np.array([rollout.name in names for rollout in self.rollouts])
-
-    def _judge(self, one: Repair, other: Repair, names: Collection[str]) -> bool:
-        of_R = self._named(names)
+    def _judge(self, one: Repair, other: Repair, of_R: NDArray[np.bool_]) -> bool:
         plans = (applied(self.enforced, repairing(repair), of_R) for repair in (one, other))
         gap, left = map(self.ground.gaps.differences, plans)
         gained = self.ground.bootstrap.mean(gap.sizes - left.sizes, of_R)
@@ -175,7 +163,8 @@ class _Search:
         record = self.rollouts[number]
         assert record.expert_ids is not None
         best, owner = POOR, None
-        for other, own in zip(self.rollouts, self.own, strict=True):
+        for other in self.rollouts:
+            own = self.own[other.name]
             first = max(record.num_prompt, other.num_prompt)
             rows = min(len(record.expert_ids), len(own))
             if other.name == record.name or rows - first < 4 or record.expert_ids.shape[1:] != own.shape[1:]:
@@ -186,13 +175,12 @@ class _Search:
         return owner
 
     def agreement(self) -> tuple[float, float]:
-        own = {rollout.name: each for rollout, each in zip(self.rollouts, self.own, strict=True)}
         plan = self.plan()
         enforced = zip(self.ground.gaps.repaired(plan), plan, strict=True)
         repaired = [rollout for rollout, assumption in enforced if assumption.routing == "recorded"]
-        layers = range(self.own[0].shape[1])
-        before = compare(self.rollouts, own, Place()).mean(layers)
-        return before, compare(repaired, own, Place()).mean(layers) if repaired else 0.0
+        layers = range(self.ground.gaps.scorers[0].spec.num_moe_layers)
+        before = compare(self.rollouts, self.own, Place()).mean(layers)
+        return before, compare(repaired, self.own, Place()).mean(layers) if repaired else 0.0
 
 
 def _only(faults: Sequence[Fault], of_R: NDArray[np.bool_]) -> list[Fault]:

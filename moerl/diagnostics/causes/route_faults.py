@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.diagnostics.causes.faults import Fault, repairing
 from moerl.diagnostics.causes.gaps import Repair
 from moerl.diagnostics.causes.routes import (
     CLEAR,
@@ -21,7 +22,6 @@ from moerl.diagnostics.causes.routes import (
     Compared,
     OwnIds,
     Place,
-    apply_routes,
     best_place,
     compare,
     constant_layers,
@@ -45,26 +45,8 @@ LEAST_REPEATS = 3
 
 Rows = Callable[[DumpedRollout], NDArray[np.bool_]]
 """Choice of rows of a rollout, bool [S - 1]."""
-Judge = Callable[[Repair, Repair, Collection[str]], bool]
-"""Judgement: True if the second repair brings rollouts of these names clearly nearer to the model than the first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteFault:
-    """A fault of recorded routes."""
-
-    cause: str
-    """Key of `CAUSES`."""
-    title: str
-    """The fault in one line."""
-    evidence: tuple[Evidence, ...]
-    """Measurements that show the fault."""
-    repair: Repair
-    """Takes back this fault and those before it."""
-    names: frozenset[str]
-    """Names of the rollouts that have it."""
-    is_judged: bool = False
-    """True if its repair brought the mean of these rollouts nearer; False if it was counted in each of them."""
+Judge = Callable[[Repair, Repair, NDArray[np.bool_]], bool]
+"""Judgement: True if the other repair brings these rollouts, bool [all], clearly nearer to the model than the one."""
 
 
 @dataclass(slots=True)
@@ -84,10 +66,18 @@ class _State:
         return Repair(f"routes: {self.label} {known}", self.applied, of="routes")
 
     def applied(self, rollout: DumpedRollout) -> DumpedRollout:
-        own_rows = np.zeros(len(rollout) - 1, bool)
+        """Moves and renumbers the record of a rollout. Ids are -1 if nothing sound is recorded for a row and layer."""
+        if rollout.expert_ids is None:
+            return rollout
+        ids, there = route_table(rollout, (len(rollout) - 1, *self.shape[1:]), self.place)
+        for layer, mapping in self.mappings.items():
+            known = there[:, layer] & (ids[:, layer] < len(mapping)).all(-1)
+            ids[known, layer] = mapping[ids[known, layer]]
+        there &= is_distinct(ids)
+        there[:, self.dead] = False
         for choose in self.not_captured:
-            own_rows |= choose(rollout)
-        return apply_routes(rollout, self.shape, self.place, mappings=self.mappings, dead=self.dead, own_rows=own_rows)
+            there[choose(rollout)] = False
+        return replace(rollout, expert_ids=np.where(there[..., None], ids, -1), routed=there.any(1))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,11 +85,22 @@ class _State:
 
 
 def search_routes(
-    rollouts: Sequence[DumpedRollout], own: OwnIds, num_experts: int, judge: Judge, label: str = ""
-) -> list[RouteFault]:
-    """Returns all faults of the routes of these rollouts, at least one, each with a record. own: the model's own choice
-    for each of them. label: makes names of repairs unique."""
-    search = _Search(list(rollouts), _State(own, num_experts, label), judge)
+    rollouts: Sequence[DumpedRollout],
+    of_R: NDArray[np.bool_],
+    own: OwnIds,
+    num_experts: int,
+    judge: Judge,
+    label: str,
+) -> list[Fault]:
+    """Returns all faults of the routes of some rollouts, at least one, each with a record; a repair takes back its
+    fault and those before it.
+
+    Args:
+        rollouts: all. of_R: those that are searched. own: the model's own choice for each.
+        label: makes names of repairs unique.
+    """
+    chosen = [rollout for rollout, has in zip(rollouts, of_R, strict=True) if has]
+    search = _Search([rollout.name for rollout in rollouts], chosen, _State(own, num_experts, label), judge)
     for look in (search.broken_rows, search.moved, search.repeated_rows, search.layers, search.stale_prefix):
         look()
     return search.faults
@@ -107,10 +108,11 @@ def search_routes(
 
 @dataclass(slots=True)
 class _Search:
+    names: Sequence[str]
     rollouts: list[DumpedRollout]
     state: _State
     judge: Judge
-    faults: list[RouteFault] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def _take(
         self,
@@ -125,17 +127,20 @@ class _Search:
         if state is not None:
             self.state = state
             self.rollouts = [rollout for rollout in self.rollouts if rollout.name in names]
-        repair = self.state.repair()
-        self.faults.append(RouteFault(cause, title, tuple(evidence), repair, frozenset(names), is_judged))
+        change = repairing(self.state.repair())
+        self.faults.append(Fault(cause, title, tuple(evidence), change, self._of(names), is_judged))
 
     def _propose(
         self, cause: str, title: str, evidence: Sequence[Evidence], names: Collection[str], state: _State
     ) -> bool:
         """Adds a fault if the judge sees it, too; returns whether it does."""
-        if not names or not self.judge(self.state.repair(), state.repair(), names):
+        if not names or not self.judge(self.state.repair(), state.repair(), self._of(names)):
             return False
         self._take(cause, title, evidence, names, state, is_judged=True)
         return True
+
+    def _of(self, names: Collection[str]) -> NDArray[np.bool_]:
+        return np.array([name in names for name in self.names])
 
     def broken_rows(self) -> None:
         """Finds rows with an expert twice, or one that does not exist, and records of another K."""

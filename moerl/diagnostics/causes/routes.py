@@ -235,33 +235,6 @@ def renumbering(compared: Compared, layer: int, num_experts: int) -> NDArray[np.
     return mapping if after > max(POOR, before + CLEAR) else None
 
 
-def apply_routes(
-    rollout: DumpedRollout,
-    shape: tuple[int, ...],
-    place: Place,
-    *,
-    mappings: Mapping[int, NDArray[np.int32]],
-    dead: Sequence[int],
-    own_rows: NDArray[np.bool_],
-) -> DumpedRollout:
-    """Moves and renumbers the record of a rollout. Ids are -1 if nothing sound is recorded for a row and layer.
-
-    Args:
-        shape: [S - 1, L, K] of the model. dead: layers that hold nothing sound. own_rows: bool [S - 1], rows that hold
-            nothing sound.
-    """
-    if rollout.expert_ids is None:
-        return rollout
-    ids, there = route_table(rollout, (len(rollout) - 1, *shape[1:]), place)
-    for layer, mapping in mappings.items():
-        known = there[:, layer] & (ids[:, layer] < len(mapping)).all(-1)
-        ids[known, layer] = mapping[ids[known, layer]]
-    there &= is_distinct(ids)
-    there[:, list(dead)] = False
-    there[own_rows] = False
-    return replace(rollout, expert_ids=np.where(there[..., None], ids, -1), routed=there.any(1))
-
-
 def enforceable(rollout: DumpedRollout, own: NDArray[np.int16], num_experts: int) -> DumpedRollout:
     """Returns the rollout with a record [S - 1, L, K] that can be enforced: from its start, with the model's own choice
     for rows and layers whose ids do not all exist. Rows that name experts twice are filled up as padding in a trainer

@@ -57,7 +57,8 @@ class Search:
                     after = applied(now, candidate.change, of_R)
                     evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))
                     fault = replace(candidate, evidence=evidence, of_R=of_R)
-                    fitting.append((self.ground.closed(now, after), fault, after))
+                    left, gap = (self.ground.gaps.differences(plan).mean for plan in (after, now))
+                    fitting.append((gap - left, fault, after))
             if not fitting:
                 return found
             _, fault, now = max(fitting, key=lambda each: each[0])

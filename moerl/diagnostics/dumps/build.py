@@ -204,12 +204,10 @@ class _Window:
 
     def setting(self, value: object, name: str, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Returns float32 [S] of a sampling parameter; 1 where not sampled or not said."""
-        if value is None:
-            return np.ones(self.num_tokens, np.float32)
         if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
             values = self.spread(floats(value, name), name, fill=1)
         else:
-            values = np.full(self.num_tokens, number(value, name), np.float32)
+            values = np.full(self.num_tokens, 1.0 if value is None else number(value, name), np.float32)
         values = np.where(sampled, values, np.float32(1))
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
@@ -218,11 +216,9 @@ class _Window:
 
     def versions(self, value: object, name: str) -> NDArray[np.int32]:
         """Returns int32 [S]; -1 if not said."""
-        if value is None:
-            return np.full(self.num_tokens, -1, np.int32)
         if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
             return self.spread(ints(value, name, least=-1), name, fill=-1)
-        return np.full(self.num_tokens, integer(value, name, least=-1), np.int32)
+        return np.full(self.num_tokens, -1 if value is None else integer(value, name, least=-1), np.int32)
 
     def kept(self, offsets: object, ids: object) -> KeptSets:
         """Returns the kept sets by token; ids of a set come in ascending order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,18 +37,6 @@ class Format:
     """Sentences on what no dump of the format says."""
 
 
-def open_dump(
-    path: Path,
-    *,
-    moe_layers: Sequence[int] | None = None,
-    experts_per_token: int | None = None,
-    load: slime.TorchFile | None = None,
-) -> Dump:
-    """Opens the one dump at `path`, as `open_dumps` does."""
-    (dump,) = open_dumps([path], moe_layers=moe_layers, experts_per_token=experts_per_token, load=load)
-    return dump
-
-
 def open_dumps(
     paths: Sequence[Path],
     *,
@@ -79,43 +67,34 @@ def open_dumps(
         raise ConfigError(
             "moe_layers: not layers of a model", seen=list(moe_layers), expected="at least one index, none negative"
         )
-    found: list[_Opened] = []
+    found: list[tuple[Path, Files, Format]] = []
     for path in paths:
         sets = [
-            _Opened(path, files, _format(files.files[0], load))
+            (path, files, _format(files.files[0], load))
             for files in files_of(path, lambda file: _format(file, load).name)
         ]
-        formats = {each.format.name for each in sets}
+        formats = {format.name for *_, format in sets}
         if len(formats) > 1 and not belong_together(formats):
             raise ConfigError(
                 f"DUMP: files of several formats in {path}",
-                seen="; ".join(f"{each.format.name} ({names_of(each.files.files)})" for each in sets),
+                seen="; ".join(f"{format.name} ({names_of(files.files)})" for _, files, format in sets),
                 expected="files of one format, or rollouts and train data of slime or miles, or traces and token"
                 " exports of prime-rl",
                 remedy="name the files of one of them",
             )
         found += sets
-    _check_named_once(found)
-    formats, seen = {each.format.name for each in found}, SeenRollouts()
+    _check_named_once(file for _, files, _ in found for file in files.files)
+    formats, seen = {format.name for *_, format in found}, SeenRollouts()
     opened: list[Dump] = []
-    for each in found:
-        notes = [*each.format.notes, *([each.files.note] if each.files.note else [])]
+    for path, files, format in found:
+        notes = [*format.notes, *([files.note] if files.note else [])]
         reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
-        beside = each.format.name != slime.TRAIN and is_joined(each.format.name, formats)
-        if say is not None and each.files.note:
-            say(f"{each.path}: {each.files.note}")
-        rollouts = _read(each, reading, load, None if beside else seen)
-        opened.append(Dump(each.format.name, rollouts, reading.unusable, reading.notes))
+        beside = format.name != slime.TRAIN and is_joined(format.name, formats)
+        if say is not None and files.note:
+            say(f"{path}: {files.note}")
+        rollouts = _read(files.files, format, reading, load, None if beside else seen)
+        opened.append(Dump(format.name, rollouts, reading.unusable, reading.notes))
     return joined(opened)
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Files of one format. path: the one that was named. format: of the first file."""
-
-    path: Path
-    files: Files
-    format: Format
 
 
 def own_files(path: Path) -> list[Path]:
@@ -156,28 +135,26 @@ def _start(file: Path) -> bytes:
         return stream.read(4096)
 
 
-def _check_named_once(opened: Sequence[_Opened]) -> None:
+def _check_named_once(files: Iterable[Path]) -> None:
     named: dict[Path, Path] = {}
-    for each in opened:
-        for file in each.files.files:
-            if (target := file.resolve()) in named:
-                raise ConfigError(
-                    "DUMP: a file is named twice",
-                    seen=f"{named[target]} and {file}",
-                    expected="each file once, by itself or by its directory",
-                    remedy="leave one of the two out",
-                )
-            named[target] = file
+    for file in files:
+        if (target := file.resolve()) in named:
+            raise ConfigError(
+                "DUMP: a file is named twice",
+                seen=f"{named[target]} and {file}",
+                expected="each file once, by itself or by its directory",
+                remedy="leave one of the two out",
+            )
+        named[target] = file
 
 
 def _read(
-    opened: _Opened, reading: Reading, load: slime.TorchFile | None, seen: SeenRollouts | None
+    files: Sequence[Path], first: Format, reading: Reading, load: slime.TorchFile | None, seen: SeenRollouts | None
 ) -> Iterator[DumpedRollout]:
-    """Reads one file after the other; no more than one is held in memory."""
-    files, name = opened.files.files, opened.format.name
-    first: Format | None = opened.format
-    for file in files:
-        found, first = first or _format(file, load), None
+    """Reads one file after the other. first: format of the first file."""
+    name = first.name
+    for number, file in enumerate(files):
+        found = _format(file, load) if number else first
         if found.name != name:
             raise _other_format(file, found.name, name, files[0])
         rollouts = found.read(file, reading)
@@ -246,8 +223,11 @@ def _json(file: Path) -> Format:
     unread = Unusable()
     keys: list[str] = []
     for tried, (_, row) in enumerate(jsonl.rows(file, unread)):
-        if found := _format_of_row(row, file):
-            return found
+        for required, format in _BY_KEYS:
+            if row.keys() >= required:
+                return format
+        if {"input", "output"} <= row.keys() and row.keys() & {"score", "gts", "step", "uid"}:
+            raise refused.texts_only(file)
         keys = keys or list(row)
         if tried + unread.counts.total() >= _NUM_TRIED:
             break
@@ -255,18 +235,13 @@ def _json(file: Path) -> Format:
     raise (refused.damaged if jsonl.NOT_JSON in unread.counts else refused.unknown)(file, seen)
 
 
-def _format_of_row(row: jsonl.Row, file: Path) -> Format | None:
-    keys = row.keys()
-    if keys >= minimal.REQUIRED:
-        return Format(minimal.FORMAT, minimal.read)
-    if keys >= nemo_rl.REQUIRED:
-        return Format(nemo_rl.FORMAT, nemo_rl.read, nemo_rl.NOTES)
-    if keys >= prime_rl.EXPORT_REQUIRED:
-        return Format(prime_rl.EXPORT, prime_rl.read_exports, prime_rl.EXPORT_NOTES)
-    if "traces" in keys or "nodes" in keys:
-        return Format(prime_rl.TRACES, prime_rl.read_traces, prime_rl.TRACE_NOTES)
-    if "meta_info" in keys:
-        return Format(sglang_raw.FORMAT, sglang_raw.read, sglang_raw.NOTES)
-    if {"input", "output"} <= keys and keys & {"score", "gts", "step", "uid"}:
-        raise refused.texts_only(file)
-    return None
+_TRACES = Format(prime_rl.TRACES, prime_rl.read_traces, prime_rl.TRACE_NOTES)
+_BY_KEYS = (
+    (minimal.REQUIRED, Format(minimal.FORMAT, minimal.read)),
+    (nemo_rl.REQUIRED, Format(nemo_rl.FORMAT, nemo_rl.read, nemo_rl.NOTES)),
+    (prime_rl.EXPORT_REQUIRED, Format(prime_rl.EXPORT, prime_rl.read_exports, prime_rl.EXPORT_NOTES)),
+    ({"traces"}, _TRACES),
+    ({"nodes"}, _TRACES),
+    ({"meta_info"}, Format(sglang_raw.FORMAT, sglang_raw.read, sglang_raw.NOTES)),
+)
+"""Keys that a JSON object of a format has, and the format; the first counts."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,20 +31,12 @@ def same_step(one: int, other: int) -> bool:
     return one == other or -1 in (one, other)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a rollout that was seen first. logprob: sum over its sampled tokens, nats."""
-
-    file: Path
-    step: int
-    logprob: float
-
-
 class SeenRollouts:
     """Rollouts that were read, by their tokens, over all files of a command."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, tuple[Path, int, float]] = {}
+        """File and step of a rollout that was seen first, and the sum of its log-probs, nats."""
         self._samples: dict[bytes, Path] = {}
 
     def checked(self, file: Path, rollouts: Iterator[DumpedRollout], notes: list[str]) -> Iterator[DumpedRollout]:
@@ -61,20 +52,20 @@ class SeenRollouts:
         for rollout in rollouts:
             total += 1
             logprob = float(rollout.rollout_logprobs[rollout.sampled].sum(dtype=np.float64))
-            key, place = tokens_key(rollout), _Place(file, rollout.step, logprob)
-            first = self._places.setdefault(key, place)
-            if not same_step(first.step, rollout.step):
+            key, place = tokens_key(rollout), (file, rollout.step, logprob)
+            first, step, first_logprob = self._places.setdefault(key, place)
+            if not same_step(step, rollout.step):
                 self._places[key] = place
-            elif first.file != file and abs(first.logprob - logprob) <= _ROUNDING_NATS * rollout.num_sampled:
+            elif first != file and abs(first_logprob - logprob) <= _ROUNDING_NATS * rollout.num_sampled:
                 if -logprob > CERTAIN_NATS:
                     raise ConfigError(
                         "DUMP: a rollout stands in two files",
-                        seen=f"{rollout.name}, with the same tokens and log-probs in {first.file} and {file}",
+                        seen=f"{rollout.name}, with the same tokens and log-probs in {first} and {file}",
                         expected="each rollout once",
                         remedy="name one of the two files, or the one that has log-probs of the trainer, or move a copy"
                         " away",
                     )
-                both, other = both + 1, first.file
+                both, other = both + 1, first
             yield rollout
         if total and both == total:
             notes.append(

@@ -151,10 +151,20 @@ def tooltip(*shown: tuple[str, ...]) -> list[dict[str, str]]:
     return [dict(zip(("field", "title", "format"), each, strict=False)) for each in shown]
 
 
+def _channel(field: str, kind: str, **more: Any) -> dict[str, Any]:
+    """Returns how a field of the rows is drawn. kind: "quantitative", "ordinal" or "nominal". more: title, axis, ..."""
+    return {"field": field, "type": kind, **more}
+
+
 def steps_axis(title: str) -> dict[str, Any]:
     """Returns the horizontal axis of whole numbers; rows: x."""
-    axis = {"tickMinStep": 1, "grid": False}
-    return {"field": "x", "type": "quantitative", "title": title, "axis": axis, "scale": {"zero": False, "nice": False}}
+    axis, scale = {"tickMinStep": 1, "grid": False}, {"zero": False, "nice": False}
+    return _channel("x", "quantitative", title=title, axis=axis, scale=scale)
+
+
+def _drawing(height: int, mark: dict[str, Any], **channels: Any) -> dict[str, Any]:
+    """Returns the specification of a drawing that is as wide as its place. height: pixels. channels: its encoding."""
+    return {"width": "container", "height": height, "mark": mark, "encoding": channels}
 
 
 def points_of(most: int) -> dict[str, Any] | bool:
@@ -165,7 +175,7 @@ def points_of(most: int) -> dict[str, Any] | bool:
 def series_colors(colors: Mapping[str, str], legend: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the colours of series, with a legend. colors: by series, in order."""
     scale = {"domain": [*colors], "range": [*colors.values()]}
-    return {"field": "series", "type": "nominal", "scale": scale, "legend": legend}
+    return _channel("series", "nominal", scale=scale, legend=legend)
 
 
 def lines(
@@ -186,19 +196,16 @@ def lines(
     # The same legend for both, or Vega-Lite complains that they conflict.
     legend = None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}
     dashes = [_DASHES[number % len(_DASHES)] for number in range(len(domain))]
-    dash = {"field": "series", "type": "nominal", "scale": {"domain": domain, "range": dashes}, "legend": legend}
-    encoding = {
-        "x": steps_axis(style.x_title),
-        "y": {"field": "y", "type": "quantitative", "title": style.y_title, "axis": y_axis}
-        | {"scale": {"type": "log"} if is_log else {"zero": from_zero}},
-        "color": series_colors({curve.name: curve.color for curve in curves}, legend),
-        "strokeDash": dash,
-        "tooltip": tooltip(
-            ("x", style.x_title), ("y", "value", ".4~%" if style.percent else ".4~g"), ("series", "curve")
-        ),
-    }
-    mark = {"type": "line", "point": points_of(max(len(xs) for _, xs, _ in parts))}
-    spec = {"width": "container", "height": style.height, "mark": mark, "encoding": encoding}
+    y_scale = {"type": "log"} if is_log else {"zero": from_zero}
+    spec = _drawing(
+        style.height,
+        {"type": "line", "point": points_of(max(len(xs) for _, xs, _ in parts))},
+        x=steps_axis(style.x_title),
+        y=_channel("y", "quantitative", title=style.y_title, axis=y_axis, scale=y_scale),
+        color=series_colors({curve.name: curve.color for curve in curves}, legend),
+        strokeDash=_channel("series", "nominal", scale={"domain": domain, "range": dashes}, legend=legend),
+        tooltip=tooltip(("x", style.x_title), ("y", "value", ".4~%" if style.percent else ".4~g"), ("series", "curve")),
+    )
     return spec, tuple({"series": name, "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
 
 
@@ -207,100 +214,80 @@ _DASHES = [[1, 0], [6, 3], [2, 2], [9, 3, 2, 3]]
 
 def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
     """Returns horizontal bars of parts; rows: bar, series, nats, order. colors: of each part, in their order."""
-    return {
-        "width": "container",
-        "height": 50 * num_bars,
-        "mark": {"type": "bar", "height": 26, "stroke": "var(--page)", "strokeWidth": 1},
-        "encoding": {
-            "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
-            "x": {"field": "nats", "type": "quantitative", "title": "mean |d|, nats", "stack": "zero"},
-            "color": series_colors(colors, {"title": None, "symbolType": "square"}),
-            "order": {"field": "order", "type": "quantitative"},
-            "tooltip": tooltip(("bar", "gap"), ("series", "part"), ("nats", "nats", ".4~g")),
-        },
-    }
+    return _drawing(
+        50 * num_bars,
+        {"type": "bar", "height": 26, "stroke": "var(--page)", "strokeWidth": 1},
+        y=_channel("bar", "nominal", title=None, sort=None),
+        x=_channel("nats", "quantitative", title="mean |d|, nats", stack="zero"),
+        color=series_colors(colors, {"title": None, "symbolType": "square"}),
+        order=_channel("order", "quantitative"),
+        tooltip=tooltip(("bar", "gap"), ("series", "part"), ("nats", "nats", ".4~g")),
+    )
 
 
 def _column_axis(title: str) -> dict[str, Any]:
     axis = {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}
-    return {"field": "column", "type": "ordinal", "title": title, "sort": None, "axis": axis}
+    return _channel("column", "ordinal", title=title, sort=None, axis=axis)
 
 
 def layer_bars(x_title: str, largest: float) -> dict[str, Any]:
     """Returns bars of one layer by column; rows: column, share. largest: share of them."""
-    return {
-        "width": "container",
-        "height": 160,
-        "mark": {"type": "bar", "color": HEAT[4]},
-        "encoding": {
-            "x": _column_axis(x_title),
-            "y": {"field": "share", "type": "quantitative", "title": "rows with other experts"}
-            | {"axis": {"format": ".3~%"}, "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01})},
-            "tooltip": tooltip(("column", x_title), ("share", "differing", ".4~%")),
-        },
-    }
+    scale = {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01})
+    return _drawing(
+        160,
+        {"type": "bar", "color": HEAT[4]},
+        x=_column_axis(x_title),
+        y=_channel("share", "quantitative", title="rows with other experts", axis={"format": ".3~%"}, scale=scale),
+        tooltip=tooltip(("column", x_title), ("share", "differing", ".4~%")),
+    )
 
 
 def heat(num_layers: int, x_title: str) -> dict[str, Any]:
     """Returns rectangles by layer and column; rows: layer, column, share, band (`band_of`)."""
-    return {
-        "width": "container",
-        "height": max(120, min(640, 26 * num_layers)),
-        "mark": {"type": "rect"},
-        "encoding": {
-            "x": _column_axis(x_title),
-            "y": {"field": "layer", "type": "ordinal", "title": "MoE layer", "sort": None}
-            | {"axis": {"labelOverlap": "parity"}},
-            "color": {"field": "band", "type": "ordinal", "title": "rows with other experts"}
-            | {"scale": {"domain": [*HEAT_BANDS], "range": [*HEAT]}}
-            | {"legend": {"symbolType": "square", "symbolSize": 180, "columns": {"signal": "width < 560 ? 2 : 7"}}},
-            "tooltip": tooltip(("layer", "MoE layer"), ("column", x_title), ("share", "other experts", ".4~%")),
-        },
-        "config": {"scale": {"bandPaddingInner": 0, "bandPaddingOuter": 0}},
-    }
+    bands = {"domain": [*HEAT_BANDS], "range": [*HEAT]}
+    legend = {"symbolType": "square", "symbolSize": 180, "columns": {"signal": "width < 560 ? 2 : 7"}}
+    spec = _drawing(
+        max(120, min(640, 26 * num_layers)),
+        {"type": "rect"},
+        x=_column_axis(x_title),
+        y=_channel("layer", "ordinal", title="MoE layer", sort=None, axis={"labelOverlap": "parity"}),
+        color=_channel("band", "ordinal", title="rows with other experts", scale=bands, legend=legend),
+        tooltip=tooltip(("layer", "MoE layer"), ("column", x_title), ("share", "other experts", ".4~%")),
+    )
+    return spec | {"config": {"scale": {"bandPaddingInner": 0, "bandPaddingOuter": 0}}}
 
 
 def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
     """Returns bars side by side in bins; rows: series, bin, count, share. domain: the series."""
     legend = None if len(domain) == 1 else {"title": None, "symbolType": "square"}
-    return {
-        "width": "container",
-        "height": 240,
-        "mark": {"type": "bar"},
-        "encoding": {
-            "x": {"field": "bin", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0}},
-            "xOffset": {"field": "series", "type": "nominal", "sort": [*domain]},
-            "y": {"field": "share", "type": "quantitative", "title": "share of rows", "axis": {"format": ".3~%"}},
-            "color": series_colors(page_colors(domain), legend),
-            "tooltip": [
-                *tooltip(("series",), ("bin", x_title), ("count", "rows", ",")),
-                {"field": "share", "format": ".3~%"},
-            ],
-        },
-    }
+    x_axis = {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0}
+    shown = [*tooltip(("series",), ("bin", x_title), ("count", "rows", ",")), {"field": "share", "format": ".3~%"}]
+    return _drawing(
+        240,
+        {"type": "bar"},
+        x=_channel("bin", "ordinal", title=x_title, sort=None, axis=x_axis),
+        xOffset=_channel("series", "nominal", sort=[*domain]),
+        y=_channel("share", "quantitative", title="share of rows", axis={"format": ".3~%"}),
+        color=series_colors(page_colors(domain), legend),
+        tooltip=shown,
+    )
 
 
 def ranges(x_title: str, num_rows: int) -> dict[str, Any]:
     """Returns points with intervals by name; rows: name, value, low, high."""
     form = ".3~g"
-    y = {"field": "name", "type": "nominal", "title": None, "sort": None}
     numbers = [{"field": key, "format": form} for key in ("value", "low", "high")]
+    x = _channel("low", "quantitative", title=x_title, axis={"format": form})
+    point = {"type": "point", "filled": True, "size": 70, "opacity": 1, "color": COLORS[0]}
     return {
         "width": "container",
         "height": 24 * num_rows + 16,
-        "encoding": {"y": y, "tooltip": [{"field": "name"}, *numbers]},
+        "encoding": {"y": _channel("name", "nominal", title=None, sort=None), "tooltip": [{"field": "name"}, *numbers]},
         "layer": [
             {
                 "mark": {"type": "rule", "strokeWidth": 2, "color": COLORS[0]},
-                "encoding": {
-                    "x": {"field": "low", "type": "quantitative", "title": x_title, "axis": {"format": form}},
-                    "x2": {"field": "high"},
-                },
+                "encoding": {"x": x, "x2": {"field": "high"}},
             },
-            {
-                "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1, "color": COLORS[0]},
-                "encoding": {"x": {"field": "value", "type": "quantitative"}},
-            },
+            {"mark": point, "encoding": {"x": _channel("value", "quantitative")}},
         ],
     }

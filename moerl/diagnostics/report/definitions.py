@@ -127,13 +127,8 @@ DEFINITIONS = (
 """Definitions in the order of the page."""
 
 
-def definition_of(metric: str) -> Definition | None:
-    """Returns the definition of a metric; that of `mismatch/k3` for ``mismatch/<scorer>/k3``; None if there is none."""
-    stem = metric if metric.count("/") < 2 else "/".join((metric.split("/")[0], metric.split("/")[-1]))
-    return next((each for each in DEFINITIONS if each.metric == stem), None)
-
-
 def title_of(metric: str, otherwise: str) -> str:
-    """Returns the title of a metric's definition, or another if there is none."""
-    known = definition_of(metric)
-    return known.title if known else otherwise
+    """Returns the title of a metric's definition, that of `mismatch/k3` for ``mismatch/<scorer>/k3``; another if there
+    is none."""
+    stem = metric if metric.count("/") < 2 else "/".join((metric.split("/")[0], metric.split("/")[-1]))
+    return next((each.title for each in DEFINITIONS if each.metric == stem), otherwise)

@@ -33,11 +33,6 @@ def write_report(report: Report, page: Path) -> None:
     """Writes the page, and the report as JSON next to it under the page's name. Raises `OSError` if it cannot."""
     with atomic_file(page.with_suffix(".json")) as partial:
         partial.write_bytes(encode_report(report))
-    write_page(report, page)
-
-
-def write_page(report: Report, path: Path) -> None:
-    """Writes the page of one report. Raises `OSError` if it cannot."""
     parts = (
         learning(report),
         sections.gap(report),
@@ -55,7 +50,7 @@ def write_page(report: Report, path: Path) -> None:
     )
     top = sections.verdict_box(report.verdict) + headlines(report.headlines) + samples(report)
     shown = [part for part in parts if part]
-    write_html(path, (report.title, report.subtitle), (top, sections.facts_list(report.facts)), shown, report.strips)
+    write_html(page, (report.title, report.subtitle), (top, sections.facts_list(report.facts)), shown, report.strips)
 
 
 def write_html(

@@ -131,24 +131,16 @@ def _settings(config: Mapping[str, Any], ledger: Path) -> RunSettings:
     dtypes = [_value(config, key) for key in ("rollout.dtype", "model.dtype")]
     coarser = next((dtype for dtype in dtypes if dtype != "float32"), "float32")
     quarantined = read_json(ledger)["quarantined"] if ledger.exists() else {}
+    # What bounds the age of a token: docs/async.md.
+    bounds = [_value(config, key) for key in ("buffer.max_staleness", "buffer.window", "rl.prompts_per_step")]
     return RunSettings(
         # YAML reads a bare off as False.
         routing="off" if routing is False else routing,
         masks=_value(config, "keep_sampling_mask.enabled"),
         precision=None if None in dtypes else coarser,
-        max_age=_max_age(config),
+        max_age=None if None in bounds else bounds[0] + math.ceil((bounds[1] - 1) / bounds[2]),
         quarantined={str(reason): int(count) for reason, count in quarantined.items()},
     )
-
-
-def _max_age(config: Mapping[str, Any]) -> int | None:
-    """Returns the bound on the age of a token that the configuration sets (docs/async.md), in versions; None if not
-    known."""
-    values = [_value(config, key) for key in ("buffer.max_staleness", "buffer.window", "rl.prompts_per_step")]
-    if None in values:
-        return None
-    staleness, window, prompts = values
-    return staleness + math.ceil((window - 1) / prompts)
 
 
 def _samples(run_dir: Path) -> tuple[tuple[Sample, ...], str]:

@@ -10,7 +10,7 @@ from report_samples import full_report
 
 from moerl.diagnostics.published import MEASURES, PUBLISHED, Published
 from moerl.diagnostics.report.data import Report, Verdict
-from moerl.diagnostics.report.definitions import definition_of
+from moerl.diagnostics.report.definitions import title_of
 from moerl.diagnostics.report.sections import published
 
 DOCS = Path(__file__).parents[3] / "docs" / "routing_mismatch.md"
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "routing_mismatch.md"
 @pytest.mark.parametrize("figure", PUBLISHED, ids=lambda each: f"{each.measure} {each.value}")
 def test_each_figure_has_a_source_and_stands_in_the_documentation(figure: Published) -> None:
     assert re.fullmatch(r"https://(arxiv\.org|github\.com)/\S+", figure.source)
-    assert definition_of(f"mismatch/{figure.measure}") is not None
+    assert title_of(f"mismatch/{figure.measure}", "")
     (row,) = [line for line in DOCS.read_text().splitlines() if line.startswith("|") and figure.setting in line]
     measure, value, _, source = (cell.strip() for cell in row.strip("|").split("|"))
     assert measure == {"k3": "KL, k3", "logprob_abs_mean": "mean abs. d, nats"}[figure.measure]

@@ -18,6 +18,7 @@ import torch
 from foreign_dumps import (
     make_dumped,
     open_any_dump,
+    open_dump,
     same,
     write_miles,
     write_miles_columns,
@@ -27,7 +28,6 @@ from foreign_dumps import (
     write_slime_train,
 )
 
-from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.refused import CONVERTER
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError

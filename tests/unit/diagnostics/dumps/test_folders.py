@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from foreign_dumps import make_dumped, same, write_nemo_rl, write_prime_rl_export, write_prime_rl_traces
+from foreign_dumps import make_dumped, open_dump, same, write_nemo_rl, write_prime_rl_export, write_prime_rl_traces
 
 from moerl.diagnostics.dumps.minimal import write_minimal
-from moerl.diagnostics.dumps.opening import needs_torch, open_dump, open_dumps, own_files
+from moerl.diagnostics.dumps.opening import needs_torch, open_dumps, own_files
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError
 

@@ -9,6 +9,7 @@ import pytest
 from factories import make_trajectory
 from foreign_dumps import (
     make_dumped,
+    open_dump,
     same,
     sglang_answer,
     write_lines,
@@ -21,7 +22,6 @@ from foreign_dumps import (
 
 from moerl.contract.disk import write_parquet
 from moerl.diagnostics.dumps.build import EMPTY
-from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError, ContractError
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from foreign_dumps import (
     make_dumped,
+    open_dump,
     sglang_answer,
     write_lines,
     write_nemo_rl,
@@ -29,7 +30,6 @@ from hypothesis import strategies as st
 from moerl.diagnostics.dumps import jsonl, slime
 from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.minimal import COLUMNS, write_minimal
-from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.values import RowError
 from moerl.errors import ConfigError, MoerlError

@@ -15,14 +15,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from factories import SPEC
-from foreign_dumps import make_dumped, same, write_lines, write_skyrl
+from foreign_dumps import make_dumped, open_dump, same, write_lines, write_skyrl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.contract.fields import KeptSets
 from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.dumps.minimal import write_minimal
-from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.records import record_of
 from moerl.diagnostics.dumps.refused import CONVERTER
 from moerl.diagnostics.dumps.rollout import DumpedRollout

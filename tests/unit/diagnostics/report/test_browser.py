@@ -12,7 +12,7 @@ from report_samples import HOSTILE, full_report, long_report
 
 from moerl.diagnostics.report.compare import write_comparison
 from moerl.diagnostics.report.data import LayerMap
-from moerl.diagnostics.report.page import write_page
+from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 
 pytestmark = [
@@ -29,13 +29,13 @@ DRAWN = """[...document.querySelectorAll('figure[data-chart]')].filter(figure =>
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pages")
-    write_page(full_report(), made / "full.html")
-    write_page(full_report(" ".join(HOSTILE)), made / "hostile.html")
+    write_report(full_report(), made / "full.html")
+    write_report(full_report(" ".join(HOSTILE)), made / "hostile.html")
     write_comparison([("one", full_report()), ("<other>", full_report("x"))], made / "comparison.html")
     write_comparison([(f"runs/seed-{n}", full_report()) for n in range(6)], made / "six.html")
     steps = tuple(map(str, range(1, 61)))
     map_of_steps = LayerMap("step", steps, tuple(tuple(0.02 for _ in steps) for _ in range(6)))
-    write_page(replace(full_report(), maps=(map_of_steps,)), made / "steps.html")
+    write_report(replace(full_report(), maps=(map_of_steps,)), made / "steps.html")
     runs = swept_runs()
     write_sweep_report(sweep_report("Sweep", ["seed", "keep_routing.mode"], runs), runs, made / "sweep.html")
     return made
@@ -312,7 +312,7 @@ def test_a_comparison_is_drawn(page: Page, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_run_of_a_deep_model_is_drawn(page: Page, tmp_path: Path) -> None:
-    write_page(long_report(), tmp_path / "long.html")
+    write_report(long_report(), tmp_path / "long.html")
     page.open(tmp_path / "long.html")
     assert page.evaluate(DRAWN) == ["decomposition", "steps", "maps", "layer", "margins"]
     assert is_clean(page), page.log

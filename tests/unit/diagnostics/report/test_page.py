@@ -18,7 +18,7 @@ from report_samples import HOSTILE, full_report, long_report
 from moerl.diagnostics.report.charts import HEAT_BANDS, HEAT_STEPS, band_of
 from moerl.diagnostics.report.data import Report, Verdict
 from moerl.diagnostics.report.definitions import DEFINITIONS, SYSTEMS
-from moerl.diagnostics.report.page import inline_json, write_page, write_report
+from moerl.diagnostics.report.page import inline_json, write_report
 from moerl.diagnostics.report.words import brief, interval, number, percent
 from moerl.printable import printable
 from moerl.telemetry.metrics import METRICS
@@ -66,7 +66,7 @@ class Elements(HTMLParser):
 
 def page_of(report: Report, tmp_path: Path) -> str:
     path = tmp_path / "page.html"
-    write_page(report, path)
+    write_report(report, path)
     return path.read_text(encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from report_samples import full_report
 from report_texts import shown_texts
 
 from moerl.diagnostics.report.compare import write_comparison
-from moerl.diagnostics.report.page import write_page
+from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 from moerl.diagnostics.report.words import table, unbroken
 from moerl.telemetry.metrics import METRICS
@@ -49,7 +49,7 @@ def test_every_unit_of_a_metric_is_known(unit: str) -> None:
 
 def test_no_number_is_broken_on_any_page(tmp_path: Path) -> None:
     text = "1.2e-02 nats in 5 steps"
-    write_page(full_report(text), tmp_path / "page.html")
+    write_report(full_report(text), tmp_path / "page.html")
     write_comparison([("one", full_report(text)), ("other", full_report())], tmp_path / "comparison.html")
     row = {"stage": "rl", "step": 1, "reward/mean": 1e-7, "mismatch/logprob_abs_mean": 2e-7}
     runs = [SweptRun(f"run-{seed}", {"seed": str(seed)}, "finished", [row]) for seed in (1, 2)]
@@ -60,7 +60,7 @@ def test_no_number_is_broken_on_any_page(tmp_path: Path) -> None:
 
 
 def test_a_page_without_the_joints_is_seen_to_break(tmp_path: Path) -> None:
-    write_page(full_report("1.2e-02 nats"), tmp_path / "page.html")
+    write_report(full_report("1.2e-02 nats"), tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("\u00a0", " ").replace("\u2060", ""), encoding="utf-8")
     assert len(breaks_of(tmp_path / "page.html")) > 10
