@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -34,17 +34,12 @@ Handler = Callable[[str, str, Any], Awaitable[JsonReply]]
 """Answers a request; gets method, path and JSON body (None if there is none). Cancelled if the caller goes away."""
 
 
-@dataclass(slots=True)
-class _Caller:
-    handler: Handler
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
-
-
 class JsonServer:
     """Server whose callers come and go. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._callers: dict[str, _Caller] = {}
+        # By key: who answers the caller, and what is under way for it.
+        self._callers: dict[str, tuple[Handler, set[asyncio.Task[Any]]]] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self._port = 0
@@ -54,13 +49,12 @@ class JsonServer:
         """Admits a caller as long as the context lasts; yields the server's address and the caller's key. Requests that
         are under way at its end are cancelled."""
         await self._start()
-        key = secrets.token_urlsafe(32)
-        caller = self._callers[key] = _Caller(handler)
+        key, tasks = secrets.token_urlsafe(32), set[asyncio.Task[Any]]()
+        self._callers[key] = handler, tasks
         try:
             yield f"http://127.0.0.1:{self._port}", key
         finally:
             del self._callers[key]
-            tasks = list(caller.tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -91,9 +85,10 @@ class JsonServer:
         caller = self._callers.get(_key(request))
         if caller is None:
             return _json(refusal("no such key; an episode's key ends with it", "invalid_api_key"), 401)
+        handler, tasks = caller
         task = asyncio.current_task()
         assert task is not None
-        caller.tasks.add(task)
+        tasks.add(task)
         try:
             try:
                 text = await request.text()
@@ -102,9 +97,9 @@ class JsonServer:
                     json.dumps(body, ensure_ascii=False).encode()
             except (ValueError, LookupError, RecursionError):
                 return _json(refusal("the body is no JSON of whole characters", "invalid_json"), 400)
-            reply = await caller.handler(request.method, request.path, body)
+            reply = await handler(request.method, request.path, body)
         finally:
-            caller.tasks.discard(task)
+            tasks.discard(task)
         return await _events(request, reply) if reply.is_stream else _json(reply.content, reply.status)
 
 

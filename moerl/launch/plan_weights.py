@@ -14,7 +14,7 @@ from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig
 from moerl.config.schema import ModelConfig, ParallelConfig, WeightsConfig
 from moerl.machine.layouts import as_overrides
 from moerl.rollout.sglang.invitation import PIECE_BYTES
-from moerl.weights.estimate import Bandwidths, SenderLoad, Servers, sender_loads, sent_bytes
+from moerl.weights.estimate import Bandwidths, SenderLoad, sender_loads, sent_bytes
 from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 
@@ -48,7 +48,7 @@ class PlannedUpdate:
         self._plan = make_plan(model_manifest(describe_model(model), parallel.dims), options)
         # None are sent to if weights go through a disk, or to the embedded engine.
         self._num_servers = 0 if weights.transport == "disk" else rollout.num_servers
-        self._loads = sender_loads(self._plan, bandwidths, Servers(max(1, self._num_servers), PIECE_BYTES))
+        self._loads = sender_loads(self._plan, bandwidths, max(1, self._num_servers), PIECE_BYTES)
         self._total = sum(load.num_bytes for load in self._loads)
         self._taking = self._total / bandwidths.engine if self._num_servers else 0.0
         self.seconds = max(self._taking, *(load.seconds for load in self._loads))

@@ -74,8 +74,7 @@ def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | Non
 
 def _embedded(folder: Path, updates_weights: bool) -> Subject:
     from moerl.ranks.libraries import quiet_libraries
-    from moerl.rollout.conformance.engines import EngineSubject
-    from moerl.rollout.conformance.weights import RenumberedWeights
+    from moerl.rollout.conformance.engines import EngineSubject, RenumberedWeights
     from moerl.rollout.factory import embedded_engine
 
     model = read_model(folder)
@@ -145,8 +144,7 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
     """Returns a function that asks, and updates weights meanwhile, by the one client that a trainer has, too."""
 
     def across(asks: Sequence[Ask]) -> AcrossUpdate:
-        from moerl.rollout.conformance.engines import EngineSubject
-        from moerl.rollout.conformance.weights import RenumberedWeights
+        from moerl.rollout.conformance.engines import EngineSubject, RenumberedWeights
         from moerl.rollout.fleet.options import EngineOptions
         from moerl.rollout.sglang.backend import sglang_engine
 

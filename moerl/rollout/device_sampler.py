@@ -57,7 +57,7 @@ def draw_rows(logits_NV: Tensor, cuts: Cuts[Tensor], uniforms_N: Tensor, kinds: 
     uncut, is_open = _draw_open(z_NV, log_z_N, uniforms_N), cuts.top_k == 0
     return Draws(
         torch.where(is_open, uncut.token_ids, cut.token_ids),
-        torch.where(is_open, uncut.logprobs, cut.logprobs),
+        torch.where(is_open, uncut.rollout_logprobs, cut.rollout_logprobs),
         cut.kept_logmass.masked_fill(is_open, 0.0),
         log_z_N,
         cut.kept_sizes,

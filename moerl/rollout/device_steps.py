@@ -24,8 +24,7 @@ from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.device_sampler import Kinds, draw_rows
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.sampler import RowParams, require_finite
-from moerl.rollout.sampler_kernel import Cuts, Draws
-from moerl.rollout.slots import StepResult
+from moerl.rollout.sampler_kernel import Cuts, Draws, StepResult
 from moerl.rollout.steps import Draw, Prompts
 from moerl.rollout.transformers_layers import TransformersLayers
 
@@ -83,12 +82,13 @@ class DeviceSteps:
         return min(_power(num_running, LEAST_ROWS), -(-self._num_slots // LEAST_ROWS) * LEAST_ROWS)
 
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
-        """Returns the cache of all runs, whose room for tokens only grows (`Steps.cache`)."""
+        """Returns the cache of all runs, whose room for tokens only grows (`HostSteps.cache`)."""
         self._cache.max_tokens = max(self._cache.max_tokens, -(-max_tokens // LEAST_TOKENS) * LEAST_TOKENS)
         return self._cache
 
     @torch.inference_mode()
     def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
+        """Does the same as `HostSteps.prefill`."""
         self._reserve(cache)
         hidden, experts = self._layers.feed_prompts(prompts.tokens, prompts.slots, cache)
         lengths, device = np.array([len(each) for each in prompts.tokens]), self._model.device
@@ -106,6 +106,7 @@ class DeviceSteps:
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], draw: Draw, cache: SlotCache
     ) -> tuple[StepResult, NDArray[Any]]:
+        """Does the same as `HostSteps.decode`."""
         self._reserve(cache)
         num_rows, kinds = len(tokens), Kinds.of(draw.params, self._spec.vocab_size)
         seen = min(_power(int(positions.max()) + 1, LEAST_TOKENS), cache.capacity)
@@ -152,15 +153,11 @@ class DeviceSteps:
         end = 4 * (_WORDS * num_rows + num_listed)
         words, num_asked = output[:end].view(np.int32), len(params.cuts.greedy)
         rows = words[: _WORDS * num_rows].reshape(_WORDS, num_rows)[:, :num_asked]
-        require_finite(rows[3].view(np.float32))
+        logprobs, logmass, log_z = rows[1:4].view(np.float32)
+        require_finite(log_z)
         sizes = rows[4].astype(np.int64)
-        step = StepResult(
-            token_ids=rows[0].astype(np.int64),
-            rollout_logprobs=rows[1].view(np.float32),
-            kept_logmass=rows[2].view(np.float32),
-            kept_ids=words[_WORDS * num_rows :][: int(sizes.sum())],
-            kept_sizes=sizes,
-        )
+        kept_ids = words[_WORDS * num_rows :][: int(sizes.sum())]
+        step = StepResult(rows[0].astype(np.int64), logprobs, logmass, log_z, sizes, kept_ids)
         shape = self._spec.num_moe_layers, self._spec.experts_per_token
         return step, output[end:].view(self._spec.expert_dtype).reshape(-1, *shape)
 
@@ -200,7 +197,7 @@ def _packed(drawn: Draws[Tensor], experts: Tensor, spec: ModelSpec) -> Tensor:
     """
     words = (
         drawn.token_ids.int(),
-        drawn.logprobs.view(torch.int32),
+        drawn.rollout_logprobs.view(torch.int32),
         drawn.kept_logmass.view(torch.int32),
         drawn.log_z.view(torch.int32),
         drawn.kept_sizes.int(),

@@ -18,11 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from transformers import PreTrainedModel
 
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
@@ -33,15 +34,18 @@ from moerl.kernels.checksum import checksums
 from moerl.rollout import host
 from moerl.rollout.attention import ATTENTION
 from moerl.rollout.capture import RoutingCapture, routers
+from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
+from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
 from moerl.rollout.experts import experts_function
+from moerl.rollout.recorded import CudaGraphs, Unrecorded
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate
 from moerl.rollout.sampler import RowParams, seeded_uniforms
 from moerl.rollout.schedule import Schedule
 from moerl.rollout.slots import SlotTable
-from moerl.rollout.steps import Draw, Prompts
-from moerl.rollout.steps_of_model import steps_of
+from moerl.rollout.steps import Draw, HostSteps, Prompts
 from moerl.rollout.stream import EngineStream, Take
+from moerl.rollout.transformers_layers import TransformersLayers
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
@@ -88,7 +92,7 @@ class EmbeddedEngine:
         dtype = model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
-        self._steps, self.description = steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
+        self._steps, self.description = _steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
         self.is_on_device = not host.is_host(model)
         self._spec = spec
         self._engine_id = engine_id
@@ -335,3 +339,33 @@ class EmbeddedEngine:
         run.cache.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), num_tokens)
         run.params = None
         return records
+
+
+def _steps_of(
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    capture: RoutingCapture,
+    spec: ModelSpec,
+    max_running: int,
+    *,
+    record: bool,
+) -> tuple[HostSteps | DeviceSteps, str]:
+    """Returns the passes of a model that an engine has taken over, and one line about them.
+
+    Args:
+        dtype: what its numbers are rounded to on a CPU, None if they are not.
+        record: decoding steps are recorded if they can be.
+    """
+    device, precision = model.device, str(dtype or model.dtype).removeprefix("torch.")
+    if host.is_host(model):
+        is_known = knows_layers_of(model, dtype)
+        layers = CompiledLayers(model, dtype) if is_known else TransformersLayers(model, capture)
+        steps = HostSteps(layers, cast(nn.Module, model.get_output_embeddings()), spec.vocab_size)
+        return steps, f"embedded engine on a CPU, {precision}"
+    why_not = why_not_recorded(model) if record else "rollout.record_steps is false"
+    if not why_not and device.type != "cuda":
+        why_not = f"{device.type} has no CUDA graphs"
+    recorder = Unrecorded(device) if why_not else CudaGraphs(device)
+    how = f"not recorded: {why_not}" if why_not else "recorded as CUDA graphs"
+    steps = DeviceSteps(model, capture, spec, max_running, recorder)
+    return steps, f"embedded engine on {device}, {precision}; decoding steps {how}"

@@ -119,12 +119,18 @@ class PushingSink:
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Pushes one bucket; returns when the engine has taken it."""
-        if self._memory is not None:
-            places, num_bytes = self._memory.put(tensors)
-            self._push(_Bucket(self._version, places, num_bytes, self._memory.path), None)
-            return
-        places, flat = write_flat(tensors, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-        self._push(_Bucket(self._version, places, flat.numel()), flat)
+        memory = self._memory
+        places, flat = write_flat(tensors, _room_of if memory is None else memory.grown)
+        bucket = _Bucket(self._version, places, flat.numel(), "" if memory is None else memory.path)
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(bucket))
+            if memory is None and bucket.num_bytes:
+                self._connection.send_bytes(memoryview(flat.numpy()))
+            problem = self._connection.recv_bytes().decode()
+        except (OSError, EOFError) as error:
+            raise _gone(error) from error
+        if problem:
+            raise WeightSyncError(problem)
 
     def end_update(self) -> None:
         """Does nothing: the controller ends the engine's update."""
@@ -137,24 +143,13 @@ class PushingSink:
         if self._memory is not None:
             self._memory.close()
 
-    def _push(self, bucket: _Bucket, flat: Tensor | None) -> None:
-        try:
-            self._connection.send_bytes(msgspec.msgpack.encode(bucket))
-            if flat is not None and bucket.num_bytes:
-                self._connection.send_bytes(memoryview(flat.numpy()))
-            problem = self._connection.recv_bytes().decode()
-        except (OSError, EOFError) as error:
-            raise _gone(error) from error
-        if problem:
-            raise WeightSyncError(problem)
-
 
 class _Room:
     """Memory for the buckets of one sender: the sender's own, or as much of this process's as the largest one takes."""
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
-        self._own = torch.empty(0, dtype=torch.uint8)
+        self._own = _room_of(0)
 
     def of(self, bucket: _Bucket, connection: Connection) -> Tensor:
         """Returns uint8 with the bytes of a bucket at its start; they are read from the connection if they follow."""
@@ -162,7 +157,7 @@ class _Room:
             self._memory = self._memory or _opened(bucket.memory)
             return self._memory.mapped(bucket.num_bytes)
         if bucket.num_bytes > self._own.numel():
-            self._own = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            self._own = _room_of(bucket.num_bytes)
         if bucket.num_bytes:
             _read(connection, self._own[: bucket.num_bytes])
         return self._own
@@ -170,6 +165,10 @@ class _Room:
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
+
+
+def _room_of(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _read(connection: Connection, flat: Tensor) -> None:
@@ -188,7 +187,7 @@ def _read(connection: Connection, flat: Tensor) -> None:
 
 def _opened(path: str) -> SharedMemory:
     try:
-        return SharedMemory.of(path)
+        return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise WeightSyncError(
             "weights: the engine's process cannot open the memory of a sender",

@@ -29,8 +29,7 @@ from torch import Tensor
 from moerl.contract.routing import mix
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.sampler_kernel import Cuts, Draws, sample_rows
-from moerl.rollout.slots import StepResult
+from moerl.rollout.sampler_kernel import Cuts, Draws, StepResult, sample_rows
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -105,13 +104,8 @@ def sample(
     of_open = _sample_open(logits_NV[uncut], params.rows(uncut), uniforms_N[uncut])
     order = np.argsort(np.concatenate([cut, uncut]))
     # Open rows list nothing, so kept ids keep their order.
-    return StepResult(
-        token_ids=np.concatenate([of_cut.token_ids, of_open.token_ids])[order],
-        rollout_logprobs=np.concatenate([of_cut.rollout_logprobs, of_open.rollout_logprobs])[order],
-        kept_logmass=np.concatenate([of_cut.kept_logmass, of_open.kept_logmass])[order],
-        kept_ids=of_cut.kept_ids,
-        kept_sizes=np.concatenate([of_cut.kept_sizes, of_open.kept_sizes])[order],
-    )
+    *by_row, _ = zip(of_cut, of_open, strict=True)
+    return Draws(*(np.concatenate(each)[order] for each in by_row), kept_ids=of_cut.kept_ids)
 
 
 def _sample_open(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64]) -> StepResult:
@@ -125,21 +119,22 @@ def _sample_open(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64])
     target_N = torch.from_numpy(u_N) * cdf_NV[:, -1]
     token_ids = torch.searchsorted(cdf_NV, target_N[:, None], right=True)
     logprobs = z_NV.gather(1, token_ids)[:, 0] - log_z_N
-    return StepResult(
+    return Draws(
         token_ids=token_ids[:, 0].numpy(),
         rollout_logprobs=logprobs.clamp_(max=0.0).numpy(),
         kept_logmass=np.zeros(len(u_N), np.float32),
-        kept_ids=np.zeros(0, np.int32),
+        log_z=log_z_N.numpy(),
         kept_sizes=np.zeros(len(u_N), np.int64),
+        kept_ids=np.zeros(0, np.int32),
     )
 
 
 def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64], capture: bool) -> StepResult:
     """Samples rows with a finite top-k."""
     num_rows, num_vocab = logits_NV.shape
-    draws: Draws[NDArray[Any]] = Draws(
+    draws = StepResult(
         token_ids=np.empty(num_rows, np.int64),
-        logprobs=np.empty(num_rows, np.float32),
+        rollout_logprobs=np.empty(num_rows, np.float32),
         kept_logmass=np.empty(num_rows, np.float32),
         log_z=np.empty(num_rows, np.float32),
         kept_sizes=np.empty(num_rows, np.int64),
@@ -150,7 +145,7 @@ def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64], 
     require_finite(draws.log_z)
     if not capture:
         draws.kept_logmass[:], draws.kept_sizes[:], num_kept = 0.0, 0, 0
-    return StepResult(draws.token_ids, draws.logprobs, draws.kept_logmass, draws.kept_ids[:num_kept], draws.kept_sizes)
+    return draws._replace(kept_ids=draws.kept_ids[:num_kept])
 
 
 def require_finite(log_z_N: NDArray[np.float32]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from moerl.kernels.host import exponential
 
@@ -41,16 +42,21 @@ class Draws[T](NamedTuple):
 
     token_ids: T
     """int64 [N]."""
-    logprobs: T
-    """float32 [N], nats, within the kept set."""
+    rollout_logprobs: T
+    """float32 [N], nats, within the kept set; 0 for a greedy row."""
     kept_logmass: T
-    """float32 [N], nats; 0 if nothing was cut."""
+    """float32 [N], nats; 0 if nothing was cut, for a greedy row, and without capture."""
     log_z: T
     """float32 [N]; not finite if the logits of a row are broken."""
     kept_sizes: T
-    """int64 [N]; 0 if nothing was cut."""
+    """int64 [N]; 0 if nothing was cut, and without capture."""
     kept_ids: T
-    """int32: kept sets one after the other, ascending within a row, and what room there is behind the last one."""
+    """int32 [sum of `kept_sizes`]: kept sets one after the other, ascending within a row. Room behind the last one if
+    `sample_rows` writes them, or on a device."""
+
+
+StepResult = Draws[NDArray[Any]]
+"""Samples of one forward pass, on the host."""
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
@@ -80,7 +86,7 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
         end += size
         drawn = _drawn(weights, size, uniforms[r] * kept)
         draws.token_ids[r], draws.kept_sizes[r] = kept_ids[drawn], size
-        draws.logprobs[r] = min(np.float32(np.log(weights[drawn]) - np.log(kept)), np.float32(0.0))
+        draws.rollout_logprobs[r] = min(np.float32(np.log(weights[drawn]) - np.log(kept)), np.float32(0.0))
         mass = np.float32(largest + np.log(kept) - draws.log_z[r])
         # All of the vocabulary is summed up in two orders; the mass is exactly one.
         is_whole = size == num_vocab or cuts.greedy[r]

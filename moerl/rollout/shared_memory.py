@@ -66,30 +66,20 @@ class SharedMemory:
         self.descriptor = os.memfd_create("moerl-weights") if descriptor is None else descriptor
         self._flat = torch.empty(0, dtype=torch.uint8)
 
-    @classmethod
-    def of(cls, path: str) -> SharedMemory:
-        """Opens the memory of another process. Raises `OSError` if there is none."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-
     @property
     def path(self) -> str:
         """Path by which other processes of this user open the memory, as long as this process keeps it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
-    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
-        """Copies tensors in, from the start of the memory, which grows as needed; returns their places, and the number
-        of bytes that all take."""
-        places, flat = write_flat(tensors, self._grown)
-        return places, flat.numel()
-
-    def _grown(self, num_bytes: int) -> Tensor:
+    def grown(self, num_bytes: int) -> Tensor:
+        """Makes the memory as long as that, if it is shorter; returns it as `mapped` does."""
         # Never made shorter: another process may see more of it, and a write behind its end kills that process.
         if num_bytes > os.fstat(self.descriptor).st_size:
             os.ftruncate(self.descriptor, num_bytes)
         return self.mapped(num_bytes)
 
     def mapped(self, num_bytes: int) -> Tensor:
-        """Returns the memory, uint8 of so many bytes at least; it is written over by the next `put`."""
+        """Returns the memory, uint8 of so many bytes at least; it is written over by the next bucket."""
         if num_bytes > self._flat.numel():
             # The mapping lives as long as a tensor that shows a part of it.
             self._flat = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)

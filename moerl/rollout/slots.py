@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
+from moerl.rollout.sampler_kernel import StepResult
 from moerl.rollout.segments import Segment, trajectory_values
 
 _MIN_CAPACITY = 1 << 16
@@ -31,22 +32,6 @@ _PER_TOKEN = (
     *("_kept_starts", "_kept_sizes", "_expert_ids"),
 )
 """Attributes of a table that hold something for every token of every slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Samples of one forward pass for m rows, on the host."""
-
-    token_ids: NDArray[np.int64]
-    """int64 [m]."""
-    rollout_logprobs: NDArray[np.float32]
-    """float32 [m], nats, as in the data contract; 0 for a greedy row."""
-    kept_logmass: NDArray[np.float32]
-    """float32 [m], nats, as in the data contract; 0 for a greedy row, and without capture."""
-    kept_ids: NDArray[np.int32]
-    """int32 [sum of `kept_sizes`]; kept sets of the rows that were cut one after the other, ascending within a row."""
-    kept_sizes: NDArray[np.int64]
-    """int64 [m]; 0 if nothing was cut, and without capture."""
 
 
 @dataclass(frozen=True, slots=True)

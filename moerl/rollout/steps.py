@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from moerl.rollout.cache import SlotCache
 from moerl.rollout.compiled_layers import CompiledLayers
 from moerl.rollout.independent_rows import IndependentRows
 from moerl.rollout.sampler import RowParams, sample
-from moerl.rollout.slots import StepResult
+from moerl.rollout.sampler_kernel import StepResult
 from moerl.rollout.transformers_layers import TransformersLayers
 
 
@@ -47,16 +47,23 @@ class Draw:
     """float64 in [0, 1), one per row."""
 
 
-class Steps(Protocol):
-    """Passes of a model."""
+class HostSteps:
+    """Passes of a model on a CPU. `moerl.rollout.device_steps.DeviceSteps` has the same methods.
+
+    Args:
+        layers: of the model. head: its language-model head. vocab_size: ids that may be drawn.
+    """
+
+    def __init__(self, layers: CompiledLayers | TransformersLayers, head: nn.Module, vocab_size: int) -> None:
+        self.layers, self._head, self._vocab_size = layers, head, vocab_size
 
     def num_rows(self, num_running: int) -> int:
         """Returns how many rows a pass over so many running rows has, R."""
-        ...
+        return whole_blocks(num_running)
 
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
         """Returns an empty cache for a run of the engine."""
-        ...
+        return SlotCache(whole_blocks(num_slots), max_tokens)
 
     def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
         """Feeds prompts, each once, and samples the first token of every row.
@@ -64,7 +71,9 @@ class Steps(Protocol):
         Returns:
             What was sampled, of m rows; expert ids, [U, P, L, K], anything past the end of a prompt.
         """
-        ...
+        with IndependentRows():
+            hidden, experts = self.layers.prefill(prompts.tokens, prompts.slots, cache)
+        return self._sample(hidden[torch.from_numpy(prompts.which)], draw), experts
 
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], draw: Draw, cache: SlotCache
@@ -75,33 +84,6 @@ class Steps(Protocol):
             What was sampled, and expert ids [n, L, K], of the n rows of `draw`. Both may share memory with the next
             step.
         """
-        ...
-
-
-class HostSteps:
-    """Passes of a model on a CPU.
-
-    Args:
-        layers: of the model. head: its language-model head. vocab_size: ids that may be drawn.
-    """
-
-    def __init__(self, layers: CompiledLayers | TransformersLayers, head: nn.Module, vocab_size: int) -> None:
-        self.layers, self._head, self._vocab_size = layers, head, vocab_size
-
-    def num_rows(self, num_running: int) -> int:
-        return whole_blocks(num_running)
-
-    def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
-        return SlotCache(whole_blocks(num_slots), max_tokens)
-
-    def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
-        with IndependentRows():
-            hidden, experts = self.layers.prefill(prompts.tokens, prompts.slots, cache)
-        return self._sample(hidden[torch.from_numpy(prompts.which)], draw), experts
-
-    def decode(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], draw: Draw, cache: SlotCache
-    ) -> tuple[StepResult, NDArray[Any]]:
         with IndependentRows():
             hidden, experts = self.layers.decode(tokens, positions, cache)
         return self._sample(hidden, draw), experts[: len(draw.uniforms)]

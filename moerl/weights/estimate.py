@@ -50,31 +50,23 @@ class SenderLoad:
     """Time of both, overlapped as the module says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """Servers to which each bucket is sent."""
+def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, num_servers: int, piece_bytes: int) -> list[SenderLoad]:
+    """Returns the load of each sender, in rank order.
 
-    count: int
-    """Number of servers, at least 1."""
-    piece_bytes: int
-    """Bytes of the pieces that servers pass on to one another; unused for one server."""
-
-    def sent_bytes(self, num_bytes: int, num_senders: int) -> int:
-        """Returns the bytes in whose time a sender's link is done with one bucket: it sends, or waits for the last
-        server."""
-        if num_senders > 1:
-            return self.count * num_bytes
-        return num_bytes + (self.count - 1) * min(self.piece_bytes, num_bytes)
-
-
-def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers) -> list[SenderLoad]:
-    """Returns the load of each sender, in rank order."""
+    Args:
+        num_servers: servers to which each bucket is sent, at least 1.
+        piece_bytes: bytes of the pieces that servers pass on to one another; unused for one server.
+    """
     loads = []
-    num_senders = len(plan.options.senders)
+    passes_on = len(plan.options.senders) == 1
     for rank in plan.options.senders:
         buckets = [bucket for bucket in plan.buckets if bucket.sender == rank]
         gathers = [bucket.received_bytes / bandwidths.gather for bucket in buckets]
-        sends = [servers.sent_bytes(bucket.num_bytes, num_senders) / bandwidths.engine for bucket in buckets]
+        sends = []
+        for bucket in buckets:
+            # A sender sends, or waits for the last server.
+            later_bytes = min(piece_bytes, bucket.num_bytes) if passes_on else bucket.num_bytes
+            sends.append((bucket.num_bytes + (num_servers - 1) * later_bytes) / bandwidths.engine)
         steps = zip([*gathers, 0.0], [0.0, *sends], strict=True)
         loads.append(
             SenderLoad(

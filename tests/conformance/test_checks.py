@@ -10,11 +10,10 @@ from conformance_cases import MAX_POSITIONS, Build, Subject
 from moerl.machine.model_tensors import checkpoint_shapes
 from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
-from moerl.rollout.conformance.engines import EngineSubject
+from moerl.rollout.conformance.engines import EngineSubject, RenumberedWeights
 from moerl.rollout.conformance.reference import TransformersJudge
 from moerl.rollout.conformance.subject import SubjectFacts
 from moerl.rollout.conformance.suite import Outcome, run_checks
-from moerl.rollout.conformance.weights import RenumberedWeights
 
 
 def test_every_check_passes_or_cannot_be_asked_of_an_engine(build: Build, subject: Subject, tmp_path: Path):

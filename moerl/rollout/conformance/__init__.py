@@ -1,2 +1,2 @@
-"""The data contract as questions to a rollout engine: `moerl conformance`. Torch-free, but for `reference`, `engines`
-and `weights`."""
+"""The data contract as questions to a rollout engine: `moerl conformance`. Torch-free, but for `reference` and
+`engines`."""

@@ -17,7 +17,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError
 from moerl.rollout.conformance.subject import Answer, Ask
-from moerl.rollout.sglang.answers import decode_compact, finish_reason, num_sampled, read_all_rows, version_spans
+from moerl.rollout.sglang.answers import finish_reason, read_all_rows, sampled_answer, version_spans
 from moerl.rollout.sglang.client import answer_bounds, read_meta, request_body
 from moerl.rollout.sglang.http import decoded
 
@@ -35,8 +35,7 @@ class PatchedDialect:
         self._spec = spec
 
     def body(self, ask: Ask, request_id: str) -> Mapping[str, Any]:
-        body = request_body(ask.request(), request_id, _UNKNOWN_VERSION)
-        return body | {"routed_experts_start_len": ask.first_row, "extra_key": ask.cache_key}
+        return _patched_body(ask, request_id)
 
     def max_bytes(self, ask: Ask) -> int:
         return answer_bounds(ask.request(), 0, self._spec).response_bytes
@@ -46,10 +45,8 @@ class PatchedDialect:
         bounds = answer_bounds(request, 0, self._spec)
         meta = decoded("/generate", content, lambda content: read_meta(content, bounds))
         reason = finish_reason(meta)
-        if "compact_answer" not in meta and reason == "abort":
-            return None
-        compact = decode_compact(meta.get("compact_answer"), bounds.payload_bytes)
-        if num_sampled(compact) == 0:
+        compact = sampled_answer(meta, reason, bounds.payload_bytes)
+        if compact is None:
             return None
         segment = read_all_rows(request, compact, version_spans(meta), self._spec)
         return Answer(
@@ -78,28 +75,14 @@ class UpstreamDialect:
         self._spec, self._num_layers, self._takes_seeds = spec, num_layers, takes_seeds
 
     def body(self, ask: Ask, request_id: str) -> Mapping[str, Any]:
-        sampling = ask.sampling
-        params: dict[str, Any] = {
-            "max_new_tokens": ask.max_new_tokens,
-            # Upstream leaves the request's own stop ids out, too, if it is to ignore those of the model.
-            "ignore_eos": not ask.stop_ids,
-            "stop_token_ids": list(ask.stop_ids),
-            "temperature": sampling.temperature,
-        }
-        if not sampling.is_greedy:
-            params |= {"top_p": sampling.top_p, "min_p": sampling.min_p, "top_k": sampling.effective_top_k or -1}
-        if self._takes_seeds and not sampling.min_p:
-            params["sampling_seed"] = sampling.seed
-        return {
-            "rid": request_id,
-            "input_ids": list(ask.prompt_ids),
-            "sampling_params": params,
-            "return_logprob": True,
-            "return_routed_experts": True,
-            "routed_experts_start_len": ask.first_row,
-            "return_sampling_mask": sampling.cuts,
-            "extra_key": ask.cache_key,
-        }
+        body = _patched_body(ask, request_id)
+        del body["compact_answer"]
+        params = body["sampling_params"]
+        # Upstream leaves the request's own stop ids out, too, if it is to ignore those of the model.
+        params["ignore_eos"] = not ask.stop_ids
+        if not self._takes_seeds or ask.sampling.min_p:
+            del params["sampling_seed"]
+        return body
 
     def max_bytes(self, ask: Ask) -> int:
         return _MAX_JSON_BYTES
@@ -140,6 +123,12 @@ class UpstreamDialect:
                 seen=str(error),
                 expected=f"base64 of int32 [rows, {self._num_layers} layers, {self._spec.experts_per_token}]",
             ) from error
+
+
+def _patched_body(ask: Ask, request_id: str) -> dict[str, Any]:
+    """Returns the body of a request to a server with our patches."""
+    body = request_body(ask.request(), request_id, _UNKNOWN_VERSION)
+    return body | {"routed_experts_start_len": ask.first_row, "extra_key": ask.cache_key}
 
 
 def _tokens(reply: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:

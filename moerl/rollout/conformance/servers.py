@@ -7,7 +7,7 @@ model they serve.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -147,9 +147,7 @@ def look_at(endpoint: Endpoint) -> ServerSays:
     """
 
     async def ask(http: SGLangHttp) -> tuple[dict[str, Any], dict[str, Any]]:
-        calls: list[Awaitable[dict[str, Any]]] = [http.get("/server_info"), http.get("/model_info")]
-        info, model = await asyncio.gather(*calls)
-        return info, model
+        return await asyncio.gather(http.get("/server_info"), http.get("/model_info"))
 
     info, model = over_http(endpoint, _CALL_SECONDS, ask)
     states = info.get("internal_states")

@@ -23,7 +23,7 @@ from moerl.contract.ports import (
     RolloutRequest,
     SamplingCosts,
 )
-from moerl.contract.weight_update import WeightUpdate, check_update
+from moerl.contract.weight_update import WeightUpdate, check_update, require_open
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.processes.loop_thread import LoopThread
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
@@ -31,9 +31,8 @@ from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.fleet.replica import Replica, State
 from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
-from moerl.rollout.fleet.sender import AllSenders, Sender
+from moerl.rollout.fleet.sender import AllSenders, Sender, WeightSet
 from moerl.rollout.fleet.updates import Updates, require_server
-from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
 from moerl.rollout.stream import CallStream, flattened, is_left_out
 
@@ -254,10 +253,6 @@ class FleetEngine:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def _require_update(self) -> None:
-        if not self._updates.is_open:
-            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
-
     def _open_channel(self, target: Target) -> WeightChannel:
         """Opens a channel to a server. Raises WeightSyncError if the server was lost meanwhile."""
         for replica in self._fleet.replicas:
@@ -279,14 +274,14 @@ class FleetEngine:
             await self._fleet.require_idle()
             self._fleet.pause()
             with self._losing():
-                await self._updates.sleep(self._fleet.current)
+                await self._updates.on_each(lambda server: server.sleep(), self._fleet.current)
 
     async def _begin(self, update: WeightUpdate) -> None:
         async with self._turn:
             if self._awaits_check:
                 await self._resume()
             check_update(update, self._options.shapes, self._options.tied)
-            if not self._updates.is_open:
+            if self._updates.update is None:
                 await self._interrupt()
             with self._losing():
                 await self._updates.begin(update, lambda: self._fleet.current)
@@ -310,13 +305,13 @@ class FleetEngine:
 
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._turn:
-            self._require_update()
+            require_open(self._updates.update)
             with self._losing():
                 await self._updates.receive(tensors)
 
     async def _end(self) -> None:
         async with self._turn:
-            self._require_update()
+            require_open(self._updates.update)
             try:
                 with self._losing():
                     await self._updates.end()
@@ -335,7 +330,7 @@ class FleetEngine:
     async def _abandon(self) -> None:
         async with self._turn:
             self._will_check = False
-            if self._updates.is_open:
+            if self._updates.update is not None:
                 await self._give_up()
             elif self._awaits_check:
                 await self._resume()
@@ -358,7 +353,7 @@ class FleetEngine:
         self._awaits_check = False
         try:
             with self._losing():
-                await self._updates.resume(self._fleet.current)
+                await self._updates.on_each(lambda server: server.resume(), self._fleet.current)
         finally:
             self._reopen()
 

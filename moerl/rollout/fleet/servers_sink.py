@@ -10,8 +10,7 @@ from torch import Tensor
 from moerl.contract.commands import Target
 from moerl.contract.weight_update import WeightUpdate
 from moerl.rollout.fleet.backend import Bucket, WeightChannel
-from moerl.rollout.fleet.sender import Sender
-from moerl.rollout.fleet.weight_set import WeightSet
+from moerl.rollout.fleet.sender import Sender, WeightSet
 
 
 class ServersSink:

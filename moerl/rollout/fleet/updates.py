@@ -24,8 +24,7 @@ from moerl.rollout.weight_difference import weight_difference
 class Updates:
     """The sets of weights of one engine.
 
-    The caller of `begin`, `receive`, `end`, `resume`, `sleep` or `give_up` calls `failed` afterwards, also if they
-    raised.
+    The caller of `begin`, `receive`, `end`, `on_each` or `give_up` calls `failed` afterwards, also if they raised.
 
     Args:
         tied: as in `EngineOptions`.
@@ -33,14 +32,13 @@ class Updates:
 
     Attributes:
         held: version that servers should hold; None before the first update.
-        is_open: an update has begun and not ended.
+        update: the update that has begun and not ended; None if there is none.
     """
 
     def __init__(self, tied: Collection[str], sender: Sender) -> None:
         self.held: int | None = None
-        self.is_open = False
+        self.update: WeightUpdate | None = None
         self._tied = tied
-        self._update: WeightUpdate | None = None
         self._sent: tuple[int, Mapping[str, int]] | None = None
         self._dtypes: Mapping[str, str] | None = None
         self._targets: dict[str, Replica] = {}  # by key: a server that takes the place of one is not in its update
@@ -68,10 +66,9 @@ class Updates:
         Raises:
             WeightSyncError: a sender is gone. Call `give_up` then.
         """
-        if not self.is_open:
+        if self.update is None:
             await self._lock.acquire()
-            self.is_open = True
-        self._update = update
+        self.update = update
         self._targets = {replica.key: replica for replica in replicas()}
         await self._on_all(lambda server: server.begin_update())
         await self._senders.begin(update, self._reached())
@@ -94,12 +91,12 @@ class Updates:
             self._drop(self._local.failed())
 
     async def end(self) -> None:
-        """Takes the set into use; sampling waits for `resume`.
+        """Takes the set into use; servers sample again once `on_each` has them `resume`.
 
         Raises:
             WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
         """
-        update = require_open(self._update)
+        update = require_open(self.update)
         version = update.version
         parts = await self._senders.take(version)
         self._drop_failed(parts)
@@ -110,16 +107,8 @@ class Updates:
         self._names = update.tensors.keys() - self._tied
         self._close()
 
-    async def resume(self, replicas: Sequence[Replica]) -> None:
-        """Has servers sample again after `end`."""
-        await self._each(lambda server: server.resume(), replicas)
-
-    async def sleep(self, replicas: Sequence[Replica]) -> None:
-        """Has servers give their memory back until the next update."""
-        await self._each(lambda server: server.sleep(), replicas)
-
-    async def _each(self, step: Callable[[ServerBackend], Awaitable[None]], replicas: Sequence[Replica]) -> None:
-        """Runs a step on servers that are in no update."""
+    async def on_each(self, step: Callable[[ServerBackend], Awaitable[None]], replicas: Sequence[Replica]) -> None:
+        """Runs a step, such as `resume` or `sleep`, on servers that are in no update, side by side."""
         errors = await asyncio.gather(*(attempt(step, replica.server) for replica in replicas))
         self._failed += [(r, error) for r, error in zip(replicas, errors, strict=True) if error is not None]
 
@@ -235,7 +224,7 @@ class Updates:
         self._drop(dict.fromkeys(list(self._targets), str(error)))
 
     def _close(self) -> None:
-        self.is_open, self._targets = False, {}
+        self.update, self._targets = None, {}
         self._lock.release()
 
 

@@ -116,6 +116,15 @@ def decode_compact(field: object, max_bytes: int) -> CompactAnswer:
     return answer
 
 
+def sampled_answer(meta: Mapping[str, Any], reason: FinishReason, max_bytes: int) -> CompactAnswer | None:
+    """Opens the compact field of an answer that ended for `reason`; returns None if no token was sampled, as in a
+    request that was aborted early. `max_bytes` and errors as of `decode_compact`."""
+    if reason == FinishReason.ABORT and "compact_answer" not in meta:
+        return None
+    answer = decode_compact(meta.get("compact_answer"), max_bytes)
+    return answer if num_sampled(answer) else None
+
+
 def num_sampled(answer: CompactAnswer) -> int:
     """Returns T. An aborted request may have no token."""
     return len(answer.output_ids) // 4

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
+from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.fleet.backend import (
     Attempt,
@@ -24,14 +24,7 @@ from moerl.rollout.fleet.backend import (
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.sglang.answers import (
-    cached_tokens,
-    decode_compact,
-    finish_reason,
-    num_sampled,
-    read_segment,
-    version_spans,
-)
+from moerl.rollout.sglang.answers import cached_tokens, finish_reason, read_segment, sampled_answer, version_spans
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
 from moerl.rollout.sglang.client import answer_bounds, read_meta, request_body, server_facts
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
@@ -127,10 +120,8 @@ class SGLangBackend(UpdateCalls):
 
     def _decode(self, attempt: Attempt, meta: Mapping[str, Any], payload_bytes: int) -> AttemptResult:
         reason = finish_reason(meta)
-        if reason == FinishReason.ABORT and "compact_answer" not in meta:
-            return AttemptResult(reason, None)
-        answer = decode_compact(meta.get("compact_answer"), payload_bytes)
-        if num_sampled(answer) == 0:
+        answer = sampled_answer(meta, reason, payload_bytes)
+        if answer is None:
             return AttemptResult(reason, None)
         request, num_before = attempt.request, len(attempt.sampled_ids)
         segment = read_segment(request, answer, version_spans(meta), num_before, self._spec)

@@ -66,8 +66,9 @@ class Broadcast:
         """
         failed: dict[str, WeightSyncError] = {}
         # A gathered bucket lies so already; a copy takes long, and others may wait for this event loop.
-        is_flat = flat_view(bucket) is not None
-        flat = flattened(bucket) if is_flat else await asyncio.to_thread(flattened, bucket)
+        flat = flat_view(bucket)
+        if flat is None:
+            flat = await asyncio.to_thread(flattened, bucket)
         left, is_sent = dict(receivers), False
         while left and not is_sent:
             problems = await self._form(left, number)

@@ -66,7 +66,15 @@ def install(environment: Path, device: str, python: str | None = None, version: 
     if device not in DEVICES:
         raise EngineError("SGLang environment: device", seen=device, expected=f"one of {', '.join(DEVICES)}")
     patches = read_patches(version)
-    if _is_complete(environment, device, version):
+    seen, expected = _read_marker(environment), {"sglang": version, "device": device}
+    if seen is not None and seen != expected:
+        raise EngineError(
+            f"SGLang environment {environment}: made for something else",
+            seen=seen,
+            expected=expected,
+            remedy=f"choose another folder with --env DIR, or --version {seen['sglang']} --device {seen['device']}",
+        )
+    if seen is not None:
         site = site_packages(environment)
         if stamped(site) == patches.fingerprint:
             verify_patches(site, patches)
@@ -240,18 +248,6 @@ def _read_marker(environment: Path) -> dict[str, str] | None:
             expected="what `moerl sglang install` writes",
             remedy=f"rm {marker}, then moerl sglang install --env {environment}",
         ) from error
-
-
-def _is_complete(environment: Path, device: str, version: str) -> bool:
-    seen, expected = _read_marker(environment), {"sglang": version, "device": device}
-    if seen is not None and seen != expected:
-        raise EngineError(
-            f"SGLang environment {environment}: made for something else",
-            seen=seen,
-            expected=expected,
-            remedy=f"choose another folder with --env DIR, or --version {seen['sglang']} --device {seen['device']}",
-        )
-    return seen is not None
 
 
 def _run(command: Sequence[str], purpose: str, *, is_spared: bool = False) -> str:

@@ -163,9 +163,8 @@ class SenderGroup:
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """Returns uint8 [bytes of all]: the tensors behind one another; without a copy if they lie so already."""
-    flat = flat_view(bucket)
-    return torch.cat([_bytes_of(tensor) for _, tensor in bucket]) if flat is None else flat
+    """Returns uint8 [bytes of all]: a copy of the tensors behind one another."""
+    return torch.cat([_bytes_of(tensor) for _, tensor in bucket])
 
 
 def flat_view(bucket: Sequence[tuple[str, Tensor]]) -> Tensor | None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import independent_rows, steps_of_model
+from moerl.rollout import embedded, independent_rows
 from moerl.rollout.embedded import EmbeddedEngine
 
 VOCAB = 91
@@ -67,7 +67,7 @@ def test_a_request_samples_the_same_bits_in_any_company(
     family: str, width: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ):
     if family == TRANSFORMERS:
-        monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
+        monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
     torch.set_num_threads(num_threads)
     # Also where there is little to do.
     monkeypatch.setattr(independent_rows, "_FEW_TERMS", 1 if num_threads > 1 else independent_rows._FEW_TERMS)

@@ -13,8 +13,8 @@ from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
+from moerl.rollout import embedded
 from moerl.rollout import layer_kernels as kernels
-from moerl.rollout import steps_of_model
 from moerl.rollout.compiled_layers import knows_layers_of
 from moerl.rollout.eight_bits import round_operands
 from moerl.rollout.embedded import EmbeddedEngine
@@ -35,7 +35,7 @@ def _records(model: Any, count: int = 6, new_tokens: int = 20) -> dict[str, Roll
 
 
 def _through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
+    monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
 
 
 SIZES: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import embedded, schedule, steps_of_model
+from moerl.rollout import embedded, schedule
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.steps import HostSteps
 from moerl.rollout.weight_staging import checkpoint_views
@@ -26,7 +26,7 @@ from moerl.rollout.weight_staging import checkpoint_views
 def _layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs every test in this file with compiled layers, if the engine has them, and with those of transformers."""
     if request.param != "compiled layers":
-        monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
+        monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
 
 
 def _engine(

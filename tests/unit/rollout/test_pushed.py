@@ -114,8 +114,9 @@ def test_a_bucket_of_another_length_than_announced_is_refused_and_the_next_one_t
     sink = PushingSink(receiver.address)
 
     with monkeypatch.context() as patched:
-        wrong, send = torch.zeros(12 + change, dtype=torch.uint8), PushingSink._push
-        patched.setattr(PushingSink, "_push", lambda self, bucket, flat: send(self, bucket, wrong))
+        wrong, connection = memoryview(bytes(12 + change)), sink._connection
+        send = connection.send_bytes
+        patched.setattr(connection, "send_bytes", lambda said: send(wrong if isinstance(said, memoryview) else said))
         with pytest.raises(WeightSyncError, match=rf"seen: {12 + change} bytes; expected: 12 bytes"):
             push(sink, 1, {"a": torch.zeros(3)})
     assert taken.versions == []

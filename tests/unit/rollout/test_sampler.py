@@ -8,8 +8,7 @@ from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
 from moerl.rollout.device_sampler import Kinds, draw_rows
 from moerl.rollout.sampler import RowParams, require_finite, sample, seeded_uniforms
-from moerl.rollout.sampler_kernel import Cuts
-from moerl.rollout.slots import StepResult
+from moerl.rollout.sampler_kernel import Cuts, Draws, StepResult
 
 
 @pytest.fixture(autouse=True, params=["on the host", "as on a device"])
@@ -26,7 +25,8 @@ def _sample_on_device(logits: torch.Tensor, params: RowParams, u: np.ndarray, *,
     sizes, mass, kept_ids = (each.numpy() for each in (drawn.kept_sizes, drawn.kept_logmass, drawn.kept_ids))
     if not capture:
         sizes, mass = np.zeros_like(sizes), np.zeros_like(mass)
-    return StepResult(drawn.token_ids.numpy(), drawn.logprobs.numpy(), mass, kept_ids[: sizes.sum()], sizes)
+    token_ids, logprobs, log_z = (each.numpy() for each in (drawn.token_ids, drawn.rollout_logprobs, drawn.log_z))
+    return Draws(token_ids, logprobs, mass, log_z, sizes, kept_ids[: sizes.sum()])
 
 
 MIXED = [

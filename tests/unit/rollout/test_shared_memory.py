@@ -6,16 +6,16 @@ import os
 
 import torch
 
-from moerl.rollout.shared_memory import SharedMemory, tensor_at
+from moerl.rollout.shared_memory import SharedMemory, tensor_at, write_flat
 
 
 def test_shared_memory_holds_tensors_of_every_dtype_and_grows() -> None:
     memory = SharedMemory()
     for size in (3, 1000):
         tensors = {"a": torch.randn(size, 5).T, "b": torch.randn(size).bfloat16(), "c": torch.zeros(0, 4)}
-        places, num_bytes = memory.put(tensors.items())
+        places, written = write_flat(tensors.items(), memory.grown)
         other = SharedMemory(os.dup(memory.descriptor))
-        flat = other.mapped(num_bytes)
+        flat = other.mapped(written.numel())
         for place in places:
             assert torch.equal(tensor_at(flat, place), tensors[place.name])
         other.close()
@@ -25,13 +25,13 @@ def test_shared_memory_holds_tensors_of_every_dtype_and_grows() -> None:
 def test_a_writer_with_less_to_say_leaves_the_memory_as_long_as_it_was() -> None:
     ours = SharedMemory()
     large, small = torch.arange(10_000), torch.arange(10)
-    ours.put([("large", large)])
+    write_flat([("large", large)], ours.grown)
     before = os.fstat(ours.descriptor).st_size
-    theirs = SharedMemory.of(ours.path)
-    theirs.put([("small", small)])
+    theirs = SharedMemory(os.open(ours.path, os.O_RDWR))
+    write_flat([("small", small)], theirs.grown)
     # Else the next write of ours would end this process.
     assert os.fstat(ours.descriptor).st_size == before
-    [place], num_bytes = ours.put([("large", large)])
-    assert torch.equal(tensor_at(ours.mapped(num_bytes), place), large)
+    [place], written = write_flat([("large", large)], ours.grown)
+    assert torch.equal(tensor_at(ours.mapped(written.numel()), place), large)
     theirs.close()
     ours.close()

@@ -6,7 +6,8 @@ import pytest
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.rollout import slots
-from moerl.rollout.slots import KeptPool, SlotTable, StepResult
+from moerl.rollout.sampler_kernel import Draws
+from moerl.rollout.slots import KeptPool, SlotTable
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=300, vocab_size=1000)
 
@@ -41,12 +42,13 @@ class _Scripted:
         positions = self.table.lengths[:n]
         kept = [self.kept(i, t) for i, t in zip(rows, positions.tolist(), strict=True)]
         logprobs = -np.array(rows, np.float32) - positions.astype(np.float32) / np.float32(100)
-        step = StepResult(
+        step = Draws(
             token_ids=np.array([ids[-1] for ids in kept]),
             rollout_logprobs=logprobs.astype(np.float32),
             kept_logmass=-positions.astype(np.float32),
-            kept_ids=np.concatenate(kept).astype(np.int32),
+            log_z=np.zeros(n, np.float32),
             kept_sizes=np.array([len(ids) for ids in kept]),
+            kept_ids=np.concatenate(kept).astype(np.int32),
         )
         self.table.append(slice(0, n), step, policy_version=3)
 

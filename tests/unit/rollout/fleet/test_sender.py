@@ -12,8 +12,7 @@ from full_updates import full
 from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket
-from moerl.rollout.fleet.sender import Sender
-from moerl.rollout.fleet.weight_set import WeightSet
+from moerl.rollout.fleet.sender import Sender, WeightSet
 
 BUCKET: Bucket = [("a", None)]
 

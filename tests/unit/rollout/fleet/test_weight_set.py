@@ -5,7 +5,7 @@ import torch
 from full_updates import full
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.fleet.weight_set import WeightSet
+from moerl.rollout.fleet.sender import WeightSet
 
 A, B = torch.ones(2, 3), torch.zeros(4)
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from receivers import PlainReceiver, load_relay
 from torch import Tensor
 
-from moerl.rollout.sglang import sender_group
 from moerl.rollout.sglang.broadcast import Broadcast, NoAnswer, to_blame
-from moerl.rollout.sglang.sender_group import GroupOptions, flattened
+from moerl.rollout.sglang.sender_group import GroupOptions, flat_view, flattened
 
 NUM_VALUES = 2 << 20
 """Values of a bucket: float32, 8 pieces."""
@@ -220,8 +219,10 @@ def test_who_is_left_out(outcomes: list[str | Exception | None], out: list[int],
 
 def test_a_bucket_that_lies_in_one_piece_is_not_copied():
     whole = torch.arange(12.0)
-    parts = [("a", whole[:4].view(2, 2)), ("b", whole[4:])]
-    assert sender_group.flattened(parts).data_ptr() == whole.data_ptr()
-    assert torch.equal(
-        flattened([("a", whole[4:]), ("b", whole[:4])]).view(torch.float32), whole[[*range(4, 12), *range(4)]]
-    )
+    flat = flat_view([("a", whole[:4].view(2, 2)), ("b", whole[4:])])
+    assert flat is not None
+    assert flat.data_ptr() == whole.data_ptr()
+    assert len(flat) == whole.nbytes
+    parts = [("a", whole[4:]), ("b", whole[:4])]
+    assert flat_view(parts) is None
+    assert torch.equal(flattened(parts).view(torch.float32), whole[[*range(4, 12), *range(4)]])
