@@ -209,13 +209,7 @@ class TokenSession:
 
     def begin(self, ids: Sequence[int], agent_id: str = "") -> TokenSession:
         """Opens a session with a prompt of these ids, as `open` does with a text."""
-        if len(ids) >= self.longest:
-            raise SessionOverError(
-                "episode: a prompt leaves no room to sample",
-                seen=f"{len(ids)} tokens",
-                expected=f"fewer than {self.longest}, the longest sequence of the episode",
-                remedy="shorten it, or raise rollout.max_new_tokens",
-            )
+        require_room(len(ids), self.longest)
         return self._open(ids, self.longest - len(ids), agent_id, ("", -1))
 
     def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
@@ -272,3 +266,15 @@ class TokenSession:
                 expected="one call at a time",
                 remedy="await session.sample first, or fork the session",
             )
+
+
+def require_room(num_tokens: int, longest: int) -> None:
+    """Raises SessionOverError if a prompt of so many tokens leaves no room to sample in a session of at most
+    `longest`."""
+    if num_tokens >= longest:
+        raise SessionOverError(
+            "episode: a prompt leaves no room to sample",
+            seen=f"{num_tokens} tokens",
+            expected=f"fewer than {longest}, the longest sequence of the episode",
+            remedy="shorten it, or raise rollout.max_new_tokens",
+        )
