@@ -95,8 +95,7 @@ class TokenDoor:
             expected = f"{sorted(run.stop_ids)}, as the run samples"
             raise refused(f"{_WHAT}: stop_token_ids", params.stop_token_ids, expected)
         session = self._session(request.token_ids)
-        limit = None if params.max_tokens is None else min(params.max_tokens, max(session.num_left, 1))
-        turn = await session.sample(limit)
+        turn = await session.sample(params.max_tokens)
         rows = [
             {"token": f"token_id:{token}", "logprob": logprob}
             for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
