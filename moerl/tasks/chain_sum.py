@@ -242,12 +242,5 @@ def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralData
     # reasoning-gym takes seconds to import, and every command reads the settings of all tasks.
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(
-        "chain_sum",
-        seed=seed,
-        size=size,
-        min_terms=config.min_terms,
-        max_terms=config.max_terms,
-        min_digits=config.min_digits,
-        max_digits=config.max_digits,
-    )
+    bounds = config.model_dump(include={"min_terms", "max_terms", "min_digits", "max_digits"})
+    return reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **bounds)

@@ -67,10 +67,8 @@ class RowsSection(SetKeys, TaskSection):
     def data_sets(self) -> list[DataSet]:
         """Sets of rows, keys merged; without entries one set without a name."""
         common = {key: getattr(self, key) for key in SetKeys.model_fields}
-        if not self.sets:
-            return [DataSet(name="", **common)]
         sets = []
-        for name, entry in self.sets.items():
+        for name, entry in (self.sets or {"": SetEntry()}).items():
             own = {key: value for key, value in entry if value is not None}
             # A set with a place of its own does not have that of all sets.
             elsewhere = ("path", "hub") if {"path", "hub"} & own.keys() else ()
