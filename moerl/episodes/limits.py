@@ -1,5 +1,4 @@
-"""What an episode has used of its limits, and the clock of its environment. Belongs to the event loop of the
-episodes."""
+"""Use of the limits of an episode, and the clock of its environment. Belongs to the event loop of the episodes."""
 
 from __future__ import annotations
 

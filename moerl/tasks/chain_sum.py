@@ -19,7 +19,6 @@ from moerl.contract.ports import DemonstrationTask, Prompt, WorkedTask
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
-from moerl.tasks.rewards import at_once
 from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 
 if TYPE_CHECKING:
@@ -160,7 +159,9 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             and self._dataset.score_answer(answer, dict(prompt.facts)) == 1.0
         )
         worked = _STEP.search(response) is not None
-        return at_once({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
+        known: Future[dict[str, float]] = Future()
+        known.set_result({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
+        return known
 
     def worked_solution(self, prompt: Prompt) -> str:
         """Returns the steps, separated by semicolons, then the answer."""
@@ -173,9 +174,11 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """Returns solutions, worked with the configured probability, else bare: each a pure function of `seed` and its
         prompt."""
+        chances = self.config.worked_probability
+        draws = [random.Random(f"{seed}/{prompt.prompt_id}").random() for prompt in prompts]
         return [
-            self.worked_solution(prompt) if self._is_worked(prompt, seed) else self.bare_answer(prompt)
-            for prompt in prompts
+            self.worked_solution(prompt) if draw < chances[prompt.facts["num_terms"]] else self.bare_answer(prompt)
+            for prompt, draw in zip(prompts, draws, strict=True)
         ]
 
     def work_prefix(self, prompt: Prompt) -> str:
@@ -188,10 +191,6 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         them."""
         prompts = self.prompts("train", min(count, self.size("train")))
         return [text for prompt in prompts for text in (prompt.text, self.worked_solution(prompt))]
-
-    def _is_worked(self, prompt: Prompt, seed: int) -> bool:
-        draw = random.Random(f"{seed}/{prompt.prompt_id}").random()
-        return draw < self.config.worked_probability[prompt.facts["num_terms"]]
 
 
 class _Split:

@@ -9,7 +9,7 @@ from moerl.contract.episodes import SampledTurn, Session
 from moerl.contract.ports import Chat, Prompt
 
 Step = tuple[str, float | None, bool]
-"""What the policy reads behind a turn; the reward of the turn, None if it was no action; and True at the end."""
+"""Text that the policy reads behind a turn; reward of the turn, None if it was no action; and True at the end."""
 
 
 def chat_of(opening: str) -> Chat:

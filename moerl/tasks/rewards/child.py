@@ -131,7 +131,7 @@ class RewardChild:
     def kill(self) -> None:
         if self._requests.closed:
             return
-        end_guarded(self._process, self._status)
+        end_guarded(self._process, self._hear)
         self._show()
         self._shown.end(sys.stderr)
         for pipe in (self._requests, self._replies, self._prints, self._faults):
@@ -165,9 +165,10 @@ class RewardChild:
         """Shows what was printed."""
         self._shown.feed(self._take(self._prints), sys.stderr)
 
-    def _hear(self) -> None:
-        """Reads what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
+    def _hear(self) -> bytes:
+        """Returns what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
         self._said = (self._said + self._take(self._faults))[:_READ_BYTES]
+        return self._said
 
     def _take(self, pipe: IO[bytes]) -> bytes:
         """Reads what has come by a pipe, which is not waited for any more once it has ended."""
@@ -175,10 +176,6 @@ class RewardChild:
         if data == b"":
             self._heard.discard(pipe)
         return data or b""
-
-    def _status(self) -> bytes:
-        self._hear()
-        return self._said
 
     def _late(self) -> ChildLostError:
         self._process.send_signal(DUMP_SIGNAL)

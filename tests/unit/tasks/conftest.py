@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scored_process import ScoredProcess
+from rewarding import ScoredProcess
 
 MODULE = """
 import asyncio, os, pathlib, subprocess, sys, time

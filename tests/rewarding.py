@@ -1,8 +1,9 @@
-"""A process of a reward that scores one response at a time, for tests."""
+"""Rewards for tests: those of one response at a time, and such as need no waiting."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from moerl.errors import RewardError
@@ -17,3 +18,10 @@ class ScoredProcess(RewardProcess):
         if isinstance(result, RewardError):
             raise result
         return result
+
+
+def at_once(rewards: Rewards) -> Future[Rewards]:
+    """Wraps rewards in a future, as `Task.reward` returns them."""
+    future: Future[Rewards] = Future()
+    future.set_result(rewards)
+    return future
