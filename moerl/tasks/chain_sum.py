@@ -19,6 +19,7 @@ from moerl.contract.ports import DemonstrationTask, Prompt, WorkedTask
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
+from moerl.tasks.rewards import at_once
 from moerl.tasks.section import TaskSection, num_reserved, of_split, require_prompts
 
 if TYPE_CHECKING:
@@ -159,9 +160,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             and self._dataset.score_answer(answer, dict(prompt.facts)) == 1.0
         )
         worked = _STEP.search(response) is not None
-        known: Future[dict[str, float]] = Future()
-        known.set_result({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
-        return known
+        return at_once({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
 
     def worked_solution(self, prompt: Prompt) -> str:
         """Returns the steps, separated by semicolons, then the answer."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from rewarding import at_once
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.schema import ArchitectureConfig
@@ -22,6 +21,7 @@ from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.rollouts import Collector
 from moerl.rollout.factory import embedded_engine
 from moerl.rollout.tokenizers import build_tokenizer, read_tokenizer
+from moerl.tasks.rewards import at_once
 from moerl.trainer.new_model import build_model
 
 ARCHITECTURE = ArchitectureConfig(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from factories import SPEC, make_trajectory, values_of
 from policy_rows import grpo
-from rewarding import at_once
 
 from moerl.algorithms.arrays import with_advantages
 from moerl.algorithms.policy import RewardedBatch
@@ -26,6 +25,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order
+from moerl.tasks.rewards import at_once
 from moerl.tasks.rewards.make import make_scorer
 from moerl.tasks.rewards.section import JsonReward
 

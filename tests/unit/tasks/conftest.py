@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewarding import ScoredProcess
+from scored_process import ScoredProcess
 
 MODULE = """
 import asyncio, os, pathlib, subprocess, sys, time

@@ -32,7 +32,7 @@ from pydantic import Field
 from moerl.contract.ports import Prompt, Task
 from moerl.errors import ConfigError
 from moerl.sections import Count
-from rewarding import at_once
+from moerl.tasks.rewards import at_once
 from moerl.tasks.section import TaskSection
 
 

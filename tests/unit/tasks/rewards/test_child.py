@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rewarding import ScoredProcess
+from scored_process import ScoredProcess
 from waiting import eventually, is_alive
 
 from moerl.errors import RewardError

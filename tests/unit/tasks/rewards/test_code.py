@@ -179,7 +179,7 @@ def test_after_a_test_that_fails_the_rest_is_run_only_for_a_share(monkeypatch: p
 
 
 def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
-    from rewarding import ScoredProcess
+    from scored_process import ScoredProcess
 
     from moerl.tasks.rewards.process import UNSCORED
 

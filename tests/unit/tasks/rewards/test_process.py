@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rewarding import ScoredProcess
+from scored_process import ScoredProcess
 from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from raw_http import RawServer, whole
-from rewarding import ScoredProcess
+from scored_process import ScoredProcess
 
 from moerl.errors import RewardError
 from moerl.tasks.rewards import builtin

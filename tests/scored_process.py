@@ -1,9 +1,8 @@
-"""Rewards for tests: those of one response at a time, and such as need no waiting."""
+"""A process of a reward that scores one response at a time, for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 from moerl.errors import RewardError
@@ -18,10 +17,3 @@ class ScoredProcess(RewardProcess):
         if isinstance(result, RewardError):
             raise result
         return result
-
-
-def at_once(rewards: Rewards) -> Future[Rewards]:
-    """Wraps rewards in a future, as `Task.reward` returns them."""
-    future: Future[Rewards] = Future()
-    future.set_result(rewards)
-    return future
