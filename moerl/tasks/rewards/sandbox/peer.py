@@ -100,21 +100,17 @@ class Border(ABC):
     def _answer_to(self, message: list[Any]) -> None:
         if len(message) != 4 or message[0] != "ask" or not isinstance(message[1], str):
             raise PeerGoneError("a question of an unknown form")
-        answer = self._answer(*message[1:])
+        try:
+            answer = self._done(*message[1:])
+        except PeerGoneError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - process boundary: the other side raises it
+            is_end = isinstance(error, StopIteration) and message[1] == "__next__"
+            answer = ["stop"] if is_end else describe(error, self._number, self._export)
         try:
             self.write(answer)
         except ValueError as error:
             self.write(["raise", [["builtins", "ValueError"]], ["list", str(error)], None])
-
-    def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
-        try:
-            return self._done(operation, arguments, named)
-        except PeerGoneError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - process boundary: the other side raises it
-            if isinstance(error, StopIteration) and operation == "__next__":
-                return ["stop"]
-            return describe(error, self._number, self._export)
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray()
