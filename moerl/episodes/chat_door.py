@@ -198,8 +198,7 @@ class ChatDoor:
         if new:
             await conversation.observe(*(each.plain() for each in new))
         prompt_ids = tuple(session.token_ids)
-        limit = None if request.limit is None else min(request.limit, max(session.num_left, 1))
-        return await conversation.sample(limit, request.stop), prompt_ids
+        return await conversation.sample(request.limit, request.stop), prompt_ids
 
     def _message(self, text: str, tool_format: ToolFormat | None) -> ChatMessage:
         """Returns an answer as a client is to see it, and to send it back."""
@@ -278,19 +277,15 @@ def _choice(request: ChatRequest, index: int, choice: _Choice) -> dict[str, Any]
         "logprobs": None,
     }
     if request.logprobs:
-        content["logprobs"] = {"content": _logprobs(choice), "refusal": None}
+        texts = [choice.branch.session.voice.texts.decode([token]) for token in turn.token_ids]
+        rows = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, turn.logprobs, strict=True)
+        ]
+        content["logprobs"] = {"content": rows, "refusal": None}
     if request.return_token_ids:
         content["token_ids"] = list(turn.token_ids)
     return content
-
-
-def _logprobs(choice: _Choice) -> list[Mapping[str, Any]]:
-    session = choice.branch.session
-    rows: list[Mapping[str, Any]] = []
-    for token, logprob in zip(choice.turn.token_ids, choice.turn.logprobs, strict=True):
-        text = session.voice.texts.decode([token])
-        rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return rows
 
 
 def _chunks(whole: Mapping[str, Any], request: ChatRequest) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledTurn, in_thread
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.episodes.session import Texts
+from moerl.episodes.session import Texts, require_room
 from moerl.errors import ConfigError, EpisodeError, MoerlError, as_config_error, closing
 
 
@@ -58,20 +58,13 @@ class ExpertSession:
     """Turns so far."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Rewards as in `Session`; nobody reads them."""
-    _texts: list[str] = field(default_factory=list[str])
-    _num_first: int = field(init=False)
+    _behind: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Text and number of tokens up to the end of the prompt, and of each turn."""
 
     def __post_init__(self) -> None:
         self.family.append(self)
-        self._texts.append(self.text)
-        self._num_first = len(self.ids)
-        if self.is_over:
-            raise EpisodeError(
-                "episode: a prompt leaves no room to sample",
-                seen=f"{len(self.ids)} tokens",
-                expected=f"fewer than {self.rules.longest}, the longest sequence of the episode",
-                remedy="shorten it, or raise rollout.max_new_tokens",
-            )
+        self._behind.append((self.text, len(self.ids)))
+        require_room(len(self.ids), self.rules.longest)
 
     @property
     def num_left(self) -> int:
@@ -95,7 +88,7 @@ class ExpertSession:
         self.turns.append(ExpertTurn(len(self.ids), len(self.ids) + len(ids), is_whole))
         self.ids += ids
         self.text += text + end_text
-        self._texts.append(self.text)
+        self._behind.append((self.text, len(self.ids)))
         return SampledTurn(text, tuple(ids), FinishReason.STOP if is_whole else FinishReason.LENGTH, end_text)
 
     def credit(self, reward: float, turn: int = -1) -> None:
@@ -112,14 +105,10 @@ class ExpertSession:
         return await in_thread(lambda: self.rules.texts.render(messages, tools, ask))
 
     def fork(self, agent_id: str = "", num_turns: int | None = None) -> ExpertSession:
-        if num_turns is None:
-            text, ids = self.text, list(self.ids)
-        elif not 0 <= num_turns <= len(self.turns):
+        if num_turns is not None and not 0 <= num_turns <= len(self.turns):
             raise EpisodeError("episode: fork", seen=f"{num_turns} turns", expected=f"0 to {len(self.turns)}")
-        else:
-            text = self._texts[num_turns]
-            ids = self.ids[: self.turns[num_turns - 1].end if num_turns else self._num_first]
-        return ExpertSession(self.rules, agent_id, text, ids, self.family)
+        text, end = (self.text, len(self.ids)) if num_turns is None else self._behind[num_turns]
+        return ExpertSession(self.rules, agent_id, text, self.ids[:end], self.family)
 
     def open(self, text: str, agent_id: str = "") -> ExpertSession:
         return ExpertSession(self.rules, agent_id, text, self.rules.texts.encode(text), self.family)

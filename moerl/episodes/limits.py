@@ -1,4 +1,4 @@
-"""Limits of an episode and of its environment, and what they have used. Belongs to the event loop of the episodes."""
+"""Use of the limits of an episode, and the clock of its environment. Belongs to the event loop of the episodes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from moerl.config.episodes import EpisodeConfig
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of all sessions of an episode together; None = none. Once one is reached, no other turn begins; turns
-    under way are finished."""
-
-    max_turns: int | None = None
-    """Turns that the policy samples."""
-    max_tokens: int | None = None
-    """Tokens that it samples."""
-    max_calls: int | None = None
-    """Calls of tools; it is reached with one more."""
-    max_seconds: float | None = None
-    """Seconds from the start of the episode on."""
+LIMITS = ("max_turns", "max_tokens", "max_calls", "max_seconds")
+"""Limits of `EpisodeConfig`. Once one is reached, no other turn begins; turns under way are finished."""
 
 
 class Meter:
@@ -37,7 +27,7 @@ class Meter:
         stopped_by: the limit that kept a turn from beginning, by its name; empty if none did.
     """
 
-    def __init__(self, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: EpisodeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock, self._start = limits, clock, clock()
         self.turns = self.tokens = self.calls = 0
         self.stopped_by = ""
@@ -46,10 +36,10 @@ class Meter:
         """Returns whether no other turn may begin, and notes the limit that is reached."""
         # The last call that is allowed is carried out, and the policy reads its result.
         used = (self.turns, self.tokens, self.calls - 1, self._clock() - self._start)
-        for each, number in zip(fields(self._limits), used, strict=True):
-            limit: float | None = getattr(self._limits, each.name)
+        for name, number in zip(LIMITS, used, strict=True):
+            limit: float | None = getattr(self._limits, name)
             if limit is not None and number >= limit:
-                self.stopped_by = self.stopped_by or each.name
+                self.stopped_by = self.stopped_by or name
         return bool(self.stopped_by)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 
+from moerl.config.episodes import EpisodeConfig
 from moerl.contract.demands import shown
 from moerl.contract.episodes import Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
@@ -25,12 +26,12 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer
-from moerl.episodes.limits import EpisodeLimits, Meter, Patience
+from moerl.episodes.limits import Meter, Patience
 from moerl.episodes.session import Texts, TokenSession, Voice
 from moerl.errors import ContractError, EngineError, MoerlError, RequestRefusedError, RewardError, closing
 from moerl.http.server import JsonServer
 
-NO_LIMITS = EpisodeLimits()
+NO_LIMITS = EpisodeConfig()
 _CANCEL_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 Check = Callable[[RolloutRecord], Trajectory]
@@ -64,7 +65,7 @@ class PlayedEpisode:
     failed_reward: str | None = None
     """Name of the reward that failed, may be empty; None if none did."""
     stopped_by: str = ""
-    """Limit that kept the episode from another turn, by its name in `EpisodeLimits`; empty if none did."""
+    """Limit that kept the episode from another turn, by its name in `EpisodeConfig`; empty if none did."""
 
 
 def play(
@@ -74,7 +75,7 @@ def play(
     texts: Texts,
     *,
     turn_seconds: float,
-    limits: EpisodeLimits = NO_LIMITS,
+    limits: EpisodeConfig = NO_LIMITS,
 ) -> Generator[PlayedEpisode]:
     """Yields every episode once, in the order in which they end.
 
@@ -172,28 +173,26 @@ class _Play:
         return turn
 
 
+@dataclass(eq=False)
 class _Stage:
     """Episodes that are being played, and their event loop."""
 
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        stream: RolloutStream,
-        texts: Texts,
-        turn_seconds: float,
-        limits: EpisodeLimits,
-    ) -> None:
-        self.texts, self.turn_seconds, self.limits = texts, turn_seconds, limits
-        self.is_closing = False
+    episodes: Sequence[Episode]
+    stream: RolloutStream
+    texts: Texts
+    turn_seconds: float
+    limits: EpisodeConfig
+    is_closing: bool = False
+
+    def __post_init__(self) -> None:
         self.server = JsonServer()
-        self._stream = stream
         self._ended: queue.SimpleQueue[PlayedEpisode | Exception] = queue.SimpleQueue()
         # Of the loop alone: what each request that is under way resolves, and those that nobody waits for any more.
         self._asked: dict[str, asyncio.Future[_Answer]] = {}
         self._left: set[str] = set()
         self._tasks: set[asyncio.Task[PlayedEpisode]] = set()
         self._loop = asyncio.new_event_loop()
-        self._loop.call_soon(self._begin, episodes)
+        self._loop.call_soon(self._begin)
         self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
         self._thread.start()
 
@@ -233,13 +232,13 @@ class _Stage:
                 # A task of an environment raised it; whoever awaits that task gets it, too.
                 continue
 
-    def _begin(self, episodes: Sequence[Episode]) -> None:
-        for episode in episodes:
+    def _begin(self) -> None:
+        for episode in self.episodes:
             task = self._loop.create_task(_Play(self, episode).run())
             self._tasks.add(task)
             task.add_done_callback(partial(self._take, episode))
-        if not episodes:
-            self._stream.end()
+        if not self.episodes:
+            self.stream.end()
 
     def _take(self, episode: Episode, task: asyncio.Task[PlayedEpisode]) -> None:
         """Takes the end of an episode."""
@@ -250,9 +249,9 @@ class _Stage:
         name = episode.request.lineage.rollout_id
         self._ended.put(task.result() if problem is None else PlayedEpisode(name, error=_failed(_text(problem))))
         if self._tasks:
-            self._stream.submit(())
+            self.stream.submit(())
         else:
-            self._stream.end()
+            self.stream.end()
 
     def _cancel(self) -> None:
         self.is_closing = True
@@ -272,14 +271,14 @@ class _Stage:
         name = request.lineage.rollout_id
         self._asked[name] = answer = self._loop.create_future()
         try:
-            self._stream.submit([request])
+            self.stream.submit([request])
             return await answer
         except RequestRefusedError:
             raise
         except EngineError as error:
             # Not of this request: the caller raises it.
             self._ended.put(error)
-            self._stream.submit(())
+            self.stream.submit(())
             raise
         finally:
             del self._asked[name]

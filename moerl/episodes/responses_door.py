@@ -20,10 +20,7 @@ from moerl.episodes.chat_request import ChatMessage, ChatRequest, Limit, StrictF
 from moerl.http.server import JsonReply
 
 _WHAT = "/v1/responses"
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+_AS_PARTS = BeforeValidator(lambda text: [{"type": "input_text", "text": text}] if isinstance(text, str) else text)
 
 
 def _as_items(items: Any) -> Any:
@@ -49,7 +46,7 @@ class _Text(StrictFields):
     logprobs: tuple[()] = ()
 
 
-_Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_parts)]
+_Texts = Annotated[tuple[_Text, ...], _AS_PARTS]
 
 
 class _Message(_Item):
@@ -128,8 +125,8 @@ class _Request(StrictFields):
         for place, item in enumerate(self.input):
             if isinstance(item, _Call):
                 call = function_call(item.call_id, item.name, item.arguments)
-                if place > 0 and _is_of_answer(self.input[place - 1]):
-                    answer = messages[-1]
+                answer = messages[-1] if messages else None
+                if answer is not None and answer.role == "assistant":
                     messages[-1] = answer.model_copy(update={"tool_calls": [*answer.tool_calls, call]})
                     continue
                 messages.append(ChatMessage(role="assistant", tool_calls=[call]))
@@ -160,10 +157,6 @@ async def create(chat: ChatDoor, body: object) -> JsonReply:
 
 def _joined(parts: Sequence[_Text]) -> str:
     return "".join(each.text for each in parts)
-
-
-def _is_of_answer(item: StrictFields) -> bool:
-    return isinstance(item, _Call) or (isinstance(item, _Message) and item.role == "assistant")
 
 
 def _response(request: _Request, completion: dict[str, Any]) -> dict[str, Any]:

@@ -201,22 +201,15 @@ class TokenSession:
         lineage = self.request.lineage
         # Without a sampled token there is no trajectory that the fork could name as its parent.
         own = (self.rollout_id, self.turns[num_turns - 1].end) if num_turns else None
-        longest = len(self.request.prompt_ids) + self.request.max_new_tokens
-        return self._open(ids, longest - len(ids), agent_id, own or (lineage.parent_rollout_id, lineage.fork_at))
+        return self._open(ids, agent_id, own or (lineage.parent_rollout_id, lineage.fork_at))
 
     def open(self, text: str, agent_id: str = "") -> TokenSession:
         return self.begin(self._encode(text), agent_id)
 
     def begin(self, ids: Sequence[int], agent_id: str = "") -> TokenSession:
         """Opens a session with a prompt of these ids, as `open` does with a text."""
-        if len(ids) >= self.longest:
-            raise SessionOverError(
-                "episode: a prompt leaves no room to sample",
-                seen=f"{len(ids)} tokens",
-                expected=f"fewer than {self.longest}, the longest sequence of the episode",
-                remedy="shorten it, or raise rollout.max_new_tokens",
-            )
-        return self._open(ids, self.longest - len(ids), agent_id, ("", -1))
+        require_room(len(ids), self.longest)
+        return self._open(ids, agent_id, ("", -1))
 
     def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
         return self.voice.serve(self, prompt, ignored)
@@ -247,16 +240,15 @@ class TokenSession:
         """Tokens up to the last sampled one; 0 if none was."""
         return self.turns[-1].end if self.turns else 0
 
-    def _open(self, ids: Sequence[int], num_tokens: int, agent_id: str, parent: tuple[str, int]) -> TokenSession:
+    def _open(self, ids: Sequence[int], agent_id: str, parent: tuple[str, int]) -> TokenSession:
         root = self.family[0].request
         rollout_id = f"{root.lineage.rollout_id}~{len(self.family)}"
         # Draws depend on seed and position: with the seed of its parent a fork would repeat the parent's draws.
         seed = rollout_key(f"{root.sampling.seed}/{rollout_id}") >> 1
         lineage = Lineage(rollout_id, root.lineage.prompt_id, root.lineage.group_id, "", agent_id, *parent)
         sampling = replace(root.sampling, seed=seed)
-        request = replace(
-            root, lineage=lineage, prompt_ids=tuple(ids), sampling=sampling, max_new_tokens=max(num_tokens, 0)
-        )
+        num_left = max(self.longest - len(ids), 0)
+        request = replace(root, lineage=lineage, prompt_ids=tuple(ids), sampling=sampling, max_new_tokens=num_left)
         return TokenSession(request, self.voice, self.meter, self.family)
 
     def _encode(self, text: str) -> list[int]:
@@ -272,3 +264,15 @@ class TokenSession:
                 expected="one call at a time",
                 remedy="await session.sample first, or fork the session",
             )
+
+
+def require_room(num_tokens: int, longest: int) -> None:
+    """Raises SessionOverError if a prompt of so many tokens leaves no room to sample in a session of at most
+    `longest`."""
+    if num_tokens >= longest:
+        raise SessionOverError(
+            "episode: a prompt leaves no room to sample",
+            seen=f"{num_tokens} tokens",
+            expected=f"fewer than {longest}, the longest sequence of the episode",
+            remedy="shorten it, or raise rollout.max_new_tokens",
+        )

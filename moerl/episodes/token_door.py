@@ -7,11 +7,13 @@ its own words as somebody else's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.contract.spans import num_equal
 from moerl.contract.trajectory import FinishReason
 from moerl.episodes.chat_request import (
     Limit,
@@ -93,8 +95,7 @@ class TokenDoor:
             expected = f"{sorted(run.stop_ids)}, as the run samples"
             raise refused(f"{_WHAT}: stop_token_ids", params.stop_token_ids, expected)
         session = self._session(request.token_ids)
-        limit = None if params.max_tokens is None else min(params.max_tokens, max(session.num_left, 1))
-        turn = await session.sample(limit)
+        turn = await session.sample(params.max_tokens)
         rows = [
             {"token": f"token_id:{token}", "logprob": logprob}
             for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
@@ -105,7 +106,7 @@ class TokenDoor:
         name = request.request_id or f"{session.rollout_id}-{len(session.turns)}"
         return JsonReply({"request_id": name, "choices": [choice], "usage": usage})
 
-    def _session(self, ids: Sequence[int]) -> TokenSession:
+    def _session(self, ids: list[int]) -> TokenSession:
         """Returns a session with these ids, which samples nothing."""
         found, num_turns, place, is_free = None, -1, -1, False
         for session in self._own:
@@ -125,41 +126,33 @@ class TokenDoor:
         found.extend(ids[len(found.token_ids) :])
         return found
 
-    def _require_answers(self, ids: Sequence[int], place: int) -> None:
+    def _require_answers(self, ids: list[int], place: int) -> None:
         """Raises EpisodeError if ids hold something else in the place of a turn that a session has sampled, or say what
         it says from `place` on, to the end of its prompt or next turn, in other tokens."""
         for session in self._own:
             for turn in session.turns:
                 start = turn.turns[-1].start
-                if place <= start < len(ids) and session.token_ids[:start] == list(ids[:start]):
+                if place <= start < len(ids) and session.token_ids[:start] == ids[:start]:
                     raise EpisodeError(
                         f"{_WHAT}: other ids in the place of an answer",
-                        seen=f"another id at place {_first_other(session, ids)}",
+                        seen=f"another id at place {num_equal(session.token_ids, ids)}",
                         expected=f"the ids that were sampled from place {start} on, or none behind it",
                         remedy="append to the ids of the answers: they are not trimmed, cut or encoded again",
                     )
             end = next((each for each in session.ends if each > place), None)
-            if end is None or session.token_ids[:place] != list(ids[:place]):
+            if end is None or session.token_ids[:place] != ids[:place]:
                 continue
             text = self._root.voice.texts.decode(session.token_ids[place:end])
             if text and self._root.voice.texts.decode(ids[place:]).startswith(text):
                 raise EpisodeError(
                     f"{_WHAT}: the tokens of earlier turns were encoded again",
-                    seen=f"another id at place {_first_other(session, ids)}, for the same text",
+                    seen=f"another id at place {num_equal(session.token_ids, ids)}, for the same text",
                     expected=f"the {end} ids so far, as they were sent and sampled",
                     remedy="append to the ids of the answers; do not encode a text that the policy has sampled",
                 )
 
 
-def _first_other(session: TokenSession, ids: Sequence[int]) -> int:
-    """Returns the first place at which ids are not those of a session."""
-    pairs = zip(ids, session.token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(session.token_ids)))
-
-
-def _turns_shared(session: TokenSession, ids: Sequence[int]) -> int:
+def _turns_shared(session: TokenSession, ids: list[int]) -> int:
     """Returns behind how many turns of a session ids go on; -1 if not even behind its prompt."""
-    known = session.token_ids
-    return next(
-        (number for number, end in reversed(list(enumerate(session.ends))) if list(ids[:end]) == list(known[:end])), -1
-    )
+    # Ids that break off before the end of a turn do so before the end of each later one.
+    return bisect_left(session.ends, True, key=lambda end: session.token_ids[:end] != ids[:end]) - 1

@@ -14,7 +14,6 @@ from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRe
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Trajectory
-from moerl.episodes.limits import EpisodeLimits
 from moerl.episodes.play import Episode, PlayedEpisode, play
 from moerl.episodes.remembering import RememberingStream
 from moerl.episodes.session import Texts
@@ -59,9 +58,8 @@ class EpisodeGate:
             for request in requests
             for prompt in (prompts[request.lineage.prompt_id],)
         ]
-        rules, stream = self.rules, self.engine.stream()
+        stream = self.engine.stream()
         remembering = None if turns is None or not task.repeatable else RememberingStream(stream, turns)
-        limits = EpisodeLimits(rules.max_turns, rules.max_tokens, rules.max_calls, rules.max_seconds)
 
         def check(answer: RolloutRecord) -> Trajectory:
             if answer.refusal is not None:
@@ -74,7 +72,7 @@ class EpisodeGate:
             return turn
 
         seconds, stream = task.turn_seconds, remembering or stream
-        with closing(play(episodes, stream, check, self.texts, turn_seconds=seconds, limits=limits)) as played:
+        with closing(play(episodes, stream, check, self.texts, turn_seconds=seconds, limits=self.rules)) as played:
             for episode in played:
                 yield self._admitted(episode, version())
 

@@ -173,9 +173,11 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """Returns solutions, worked with the configured probability, else bare: each a pure function of `seed` and its
         prompt."""
+        chances = self.config.worked_probability
+        draws = [random.Random(f"{seed}/{prompt.prompt_id}").random() for prompt in prompts]
         return [
-            self.worked_solution(prompt) if self._is_worked(prompt, seed) else self.bare_answer(prompt)
-            for prompt in prompts
+            self.worked_solution(prompt) if draw < chances[prompt.facts["num_terms"]] else self.bare_answer(prompt)
+            for prompt, draw in zip(prompts, draws, strict=True)
         ]
 
     def work_prefix(self, prompt: Prompt) -> str:
@@ -188,10 +190,6 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
         them."""
         prompts = self.prompts("train", min(count, self.size("train")))
         return [text for prompt in prompts for text in (prompt.text, self.worked_solution(prompt))]
-
-    def _is_worked(self, prompt: Prompt, seed: int) -> bool:
-        draw = random.Random(f"{seed}/{prompt.prompt_id}").random()
-        return draw < self.config.worked_probability[prompt.facts["num_terms"]]
 
 
 class _Split:
@@ -242,12 +240,5 @@ def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralData
     # reasoning-gym takes seconds to import, and every command reads the settings of all tasks.
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(
-        "chain_sum",
-        seed=seed,
-        size=size,
-        min_terms=config.min_terms,
-        max_terms=config.max_terms,
-        min_digits=config.min_digits,
-        max_digits=config.max_digits,
-    )
+    bounds = config.model_dump(include={"min_terms", "max_terms", "min_digits", "max_digits"})
+    return reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **bounds)

@@ -67,7 +67,7 @@ class EnvironmentTask(ProblemRows, EpisodeTask):
         each session has its own. `accuracy` is 1 if the reward is at least 1, else 0, unless the function gives it."""
         result: object = await self._play(prompt, session, **self._options)
         rewards = dict(cast("Mapping[str, float]", result)) if isinstance(result, Mapping) else {"reward": result}
-        if isinstance(result, Mapping) and not rewards:
+        if not rewards:
             return {}
         reward = rewards.get("reward")
         if not is_number(reward):

@@ -17,8 +17,8 @@ from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError, EpisodeError, MoerlError, closing
 from moerl.sections import Count
-from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
-from moerl.tasks.games.talk import Talk
+from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_package
+from moerl.tasks.games.talk import Step
 from moerl.user_function import load_function
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -80,29 +80,16 @@ class GymnasiumTask(SeedsTask[GymnasiumTaskConfig]):
         env = await in_thread(self._made)
         with closing(env):
             opening = await in_thread(lambda: self._opening(env, prompt.facts["seed"]))
-            require_opening(prompt, opening)
-            talk = Talk.of(prompt, session, self.config.max_turn_tokens)
-            seen, total, is_over = "", 0.0, False
-            while not is_over and talk.num_turns < self.config.max_turns:
-                turn = await talk.turn(seen)
-                if turn is None:
-                    break
-                is_action, action = self._action(env.action_space, turn.text)
-                if not is_action:
-                    seen = self._no_action
-                    continue
-                seen, reward, is_over = await in_thread(lambda action=action: _step(env, action))
-                session.credit(reward)
-                total += reward
-        return {**talk.rewards(total), "finished": float(is_over)}
+            talk = self.talk(prompt, session, opening)
+            return await talk.play(lambda text: self._act(env, text), self.config.max_turns)
 
-    def _action(self, space: Any, text: str) -> tuple[bool, Any]:
-        """Returns whether a turn is an action, and which."""
-        words = self.config.actions
-        if words is None:
-            return bool(space.contains(text)), text
-        word = text.strip()
-        return word in words, int(space.start) + words.index(word) if word in words else None
+    async def _act(self, env: Any, text: str) -> Step:
+        words, word = self.config.actions, text.strip()
+        is_action = word in words if words is not None else bool(env.action_space.contains(text))
+        if not is_action:
+            return self._no_action, None, False
+        action = text if words is None else int(env.action_space.start) + words.index(word)
+        return await in_thread(lambda: _step(env, action))
 
     def _made(self) -> Any:
         """Makes an environment. Raises `ConfigError` if that fails."""
@@ -169,7 +156,6 @@ def _text(env: Any, observation: object) -> str:
     return _COLOURED.sub(r"[\1]", text).strip()
 
 
-def _step(env: Any, action: Any) -> tuple[str, float, bool]:
-    """Returns what the policy sees behind an action, the reward, and whether the episode is over."""
+def _step(env: Any, action: Any) -> Step:
     observation, reward, terminated, truncated, _ = env.step(action)
     return _text(env, observation), float(reward), bool(terminated or truncated)

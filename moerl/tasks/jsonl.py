@@ -56,8 +56,16 @@ class JsonlTaskConfig(TaskSection):
     def files(self) -> tuple[Path, ...]:
         return (self.path,)
 
-    def open(self) -> JsonlTask:
-        return JsonlTask(self)
+    def open(self) -> RowsTask:
+        data = _JsonlSet(name="", path=self.path, prompt=self.prompt_key, response=self.response_key)
+        limits = (self.reward_timeout_seconds, self.reward_memory_bytes)
+        pool = RewardPool([RewardProcess(self.reward, *limits) for _ in range(self.reward_workers)])
+        return RowsTask(
+            [data],
+            self.cut,
+            RewardScorer([WeightedReward("", 1.0, pool)]),
+            response_keys=f"task.response_key={self.response_key!r}",
+        )
 
     def check(self, *, sft_steps: int) -> None:
         self.cut.check()
@@ -84,19 +92,3 @@ class _JsonlSet(DataSet):
 
     def of(self, key: str) -> str:
         return f"task.{key}_key" if key in ("prompt", "response") else f"task.{key}"
-
-
-class JsonlTask(RowsTask):
-    """Rows of a file, in its order, and the rewards of the user's function as they are."""
-
-    def __init__(self, config: JsonlTaskConfig) -> None:
-        self.config = config
-        data = _JsonlSet(name="", path=config.path, prompt=config.prompt_key, response=config.response_key)
-        limits = (config.reward_timeout_seconds, config.reward_memory_bytes)
-        pool = RewardPool([RewardProcess(config.reward, *limits) for _ in range(config.reward_workers)])
-        super().__init__(
-            [data],
-            config.cut,
-            RewardScorer([WeightedReward("", 1.0, pool)]),
-            response_keys=f"task.response_key={config.response_key!r}",
-        )

@@ -17,8 +17,8 @@ from moerl.errors import ConfigError, EpisodeError, MoerlError
 from moerl.http.client import NoAnswerError
 from moerl.http.websocket import JsonSocket, open_socket
 from moerl.sections import Count, HttpAddress
-from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening
-from moerl.tasks.games.talk import Talk
+from moerl.tasks.games.seeds import SeedsSection, SeedsTask
+from moerl.tasks.games.talk import Step
 
 MAX_ANSWER_BYTES = 4 << 20
 """Longest message of a server."""
@@ -127,21 +127,16 @@ class OpenEnvTask(SeedsTask[OpenEnvTaskConfig]):
         """
         async with connect(self.config.url, self.turn_seconds) as environment:
             step = await environment.ask("reset", self._reset(prompt.facts["seed"]))
-            require_opening(prompt, self._opening(step))
-            talk = Talk.of(prompt, session, self.config.max_turn_tokens)
-            seen, total = "", step.reward or 0.0
-            while not step.done and talk.num_turns < self.config.max_turns:
-                turn = await talk.turn(seen)
-                if turn is None:
-                    break
+            talk = self.talk(prompt, session, self._opening(step))
+
+            async def act(text: str) -> Step:
                 try:
-                    step = await environment.ask("step", self._action(turn.text))
+                    step = await environment.ask("step", self._action(text))
                 except ActionRefusedError as refused:
-                    seen = str(refused.seen)
-                    continue
-                session.credit(step.reward or 0.0)
-                seen, total = self._text(step), total + (step.reward or 0.0)
-        return {**talk.rewards(total), "finished": float(step.done)}
+                    return str(refused.seen), None, False
+                return self._text(step), step.reward or 0.0, step.done
+
+            return await talk.play(act, self.config.max_turns, step.reward or 0.0, step.done)
 
     def _reset(self, seed: int) -> Mapping[str, Any]:
         return {**self.config.options, "seed": seed}

@@ -104,9 +104,8 @@ class ReasoningGymTask(ExpertTask, ChatTask):
                 score = (await asyncio.wrap_future(self._pool.submit(prompt, answer)))["reward"]
             if score < 1.0:
                 await talk.hear(NO_ANSWER if answer is None and self.has_chats else WRONG)
-        num_tries = talk.num_turns
-        reward = score * self.config.try_discount ** (num_tries - 1)
-        return {"reward": reward, "accuracy": float(score >= 1.0), "tries": float(num_tries)}
+        reward = score * self.config.try_discount ** (talk.num_turns - 1)
+        return {"reward": reward, "accuracy": float(score >= 1.0), "tries": float(talk.num_turns)}
 
     def expert(self, prompt: Prompt, agent_id: str, text: str, seed: int) -> str:
         """Returns the answer that the set gives for the problem."""

@@ -73,9 +73,7 @@ class SelfPlayTask(ExpertTask):
         """Returns the first `count` prompts of a split: starts of sums in train, given sums in the others.
         `ConfigError` if the split has fewer."""
         prompts = self._sums.prompts(split, count)
-        if split != "train":
-            return prompts
-        return [_start(prompt) for prompt in prompts]
+        return [_start(prompt) for prompt in prompts] if split == "train" else prompts
 
     async def play(self, prompt: Prompt, session: Session) -> Mapping[str, float]:
         """Returns no rewards of the episode, since each session has its own.

@@ -16,7 +16,7 @@ from moerl.contract.episodes import Session, in_thread
 from moerl.contract.ports import Prompt
 from moerl.errors import SessionOverError
 from moerl.sections import Count
-from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
+from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_package
 from moerl.tasks.games.talk import Talk
 from moerl.tasks.games.textarena_game import Game
 
@@ -51,8 +51,7 @@ class TextArenaTask(SeedsTask[TextArenaTaskConfig]):
         A player who can sample no more makes empty moves, which the game judges as any other.
         """
         game = await in_thread(lambda: self._game(prompt.facts["seed"]))
-        require_opening(prompt, game.opening)
-        first = Talk.of(prompt, session, self.config.max_turn_tokens)
+        first = self.talk(prompt, session, game.opening)
         # None for a player whose first sight leaves no room to sample.
         talks: dict[int, Talk | None] = {game.first: first}
         number, seen = game.first, ""
@@ -71,9 +70,9 @@ class TextArenaTask(SeedsTask[TextArenaTaskConfig]):
         results = game.results()
         for player, talk in talks.items():
             if talk is not None:
-                result = results[player]
-                ended = {"invalid": float(result.was_invalid), "finished": float(game.is_over)}
-                talk.session.rewards |= talk.rewards(result.reward) | ended
+                reward, was_invalid = results[player]
+                ended = {"invalid": float(was_invalid), "finished": float(game.is_over)}
+                talk.session.rewards |= talk.rewards(reward) | ended
         return dict(session.rewards)
 
     def _game(self, seed: int) -> Game:

@@ -22,7 +22,7 @@ from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.cluster import hold
 from moerl.ranks.on_ray.library import OnNode, RayError, first_line, ray, start_actor
-from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild
+from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, Loss, RewardChild
 from moerl.telemetry.terminal import ShownLines
 
 _PRINTED_BYTES = 1 << 20
@@ -35,9 +35,7 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
     printed: bytes
     reply: bytes = b""
     lost: str = ""
-    late: bool = False
-    out_of_memory: bool = False
-    from_outside: bool = False
+    kind: Loss = "other"
 
 
 class _Kept(ShownLines):
@@ -76,7 +74,7 @@ class RewardHost:
             reply = child.ask(json.loads(message), timeout_seconds, max_reply_bytes=max_reply_bytes)
         except ChildLostError as lost:
             del self._children[number]
-            said = _Said(kept.take(), b"", str(lost), lost.late, lost.out_of_memory, lost.from_outside)
+            said = _Said(kept.take(), b"", str(lost), lost.kind)
         else:
             said = _Said(kept.take(), json.dumps(reply).encode())
         return msgspec.msgpack.encode(said)
@@ -173,10 +171,7 @@ class RemoteChild:
         self._show(said.printed)
         if said.lost:
             self._is_gone = True
-            where = f"{said.lost}, on node {self._node}"
-            raise ChildLostError(
-                where, late=said.late, out_of_memory=said.out_of_memory, from_outside=said.from_outside
-            )
+            raise ChildLostError(f"{said.lost}, on node {self._node}", kind=said.kind)
         return json.loads(said.reply)
 
     def end(self) -> None:
@@ -196,7 +191,7 @@ class RemoteChild:
         except RayError as error:
             self._is_gone = True
             self._on_loss()
-            raise ChildLostError(f"node {self._node} was lost: {first_line(error)}", from_outside=True) from error
+            raise ChildLostError(f"node {self._node} was lost: {first_line(error)}", kind="outside") from error
 
     def _show(self, printed: bytes) -> None:
         self._shown.feed(printed, sys.stderr)

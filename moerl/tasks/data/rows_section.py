@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, Share
-from moerl.tasks.data.section import DataSet, SetEntry, SetKeys, SetName, check_place, check_set, data_sets
+from moerl.tasks.data.section import DataSet, SetEntry, SetKeys, SetName, check_place, check_set
 from moerl.tasks.data.splits import Cut
 from moerl.tasks.section import TaskSection
 
@@ -65,8 +65,16 @@ class RowsSection(SetKeys, TaskSection):
 
     @property
     def data_sets(self) -> list[DataSet]:
-        """Sets as they are read."""
-        return data_sets(self, self.sets)
+        """Sets of rows, keys merged; without entries one set without a name."""
+        common = {key: getattr(self, key) for key in SetKeys.model_fields}
+        sets = []
+        for name, entry in (self.sets or {"": SetEntry()}).items():
+            own = {key: value for key, value in entry if value is not None}
+            # A set with a place of its own does not have that of all sets.
+            elsewhere = ("path", "hub") if {"path", "hub"} & own.keys() else ()
+            values: dict[str, Any] = {**common, **dict.fromkeys(elsewhere), **own, "name": name}
+            sets.append(DataSet(**values))
+        return sets
 
     @property
     def cut(self) -> Cut:

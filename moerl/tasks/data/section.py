@@ -5,7 +5,7 @@ Torch-free; any process.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -91,21 +91,6 @@ class DataSet(SetEntry):
     def of(self, key: str) -> str:
         """Returns the dotted path of a key of this set, for messages."""
         return f"task.sets.{self.name}.{key}" if self.name else f"task.{key}"
-
-
-def data_sets(shared: SetKeys, entries: dict[str, SetEntry]) -> list[DataSet]:
-    """Returns the sets of a configuration, keys merged; without entries one set without a name."""
-    common = {key: getattr(shared, key) for key in SetKeys.model_fields}
-    if not entries:
-        return [DataSet(name="", **common)]
-    sets = []
-    for name, entry in entries.items():
-        own = {key: value for key, value in entry if value is not None}
-        # A set with a place of its own does not have that of all sets.
-        elsewhere = ("path", "hub") if {"path", "hub"} & own.keys() else ()
-        values: dict[str, Any] = {**common, **dict.fromkeys(elsewhere), **own, "name": name}
-        sets.append(DataSet(**values))
-    return sets
 
 
 def check_set(data: DataSet) -> None:

@@ -17,8 +17,6 @@ from moerl.tasks.data.section import DataSet, Split
 from moerl.tasks.data.sources import read_set
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "heldout")
-_READ_FIRST: tuple[Split, ...] = ("heldout", "dev", "train")
-"""Order of reading: a prompt in several splits of a set stays in the first of these."""
 
 MAX_EPOCH = 1 << 24
 """Prompts of one epoch, those that a weight repeats counted each time."""
@@ -76,7 +74,8 @@ def split_set(data: DataSet, cut: Cut) -> SplitSet:
     """Reads a set. Raises `ConfigError`, with the row, if the set cannot be read or a row is no problem."""
     found, seen = SplitSet(data), dict[bytes, str]()
     own = {split: rows for split in SPLITS if (rows := read_set(data, split, cut.seed or 0)) is not None}
-    for split in _READ_FIRST:
+    # A prompt in several splits of a set stays in the last of them.
+    for split in reversed(SPLITS):
         for row in own.get(split, ()):
             if not stays(data, row):
                 found.num_filtered += 1

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moerl.contract.episodes import EpisodeTask
-from moerl.contract.ports import Chat, ChatTask, Prompt
+from moerl.contract.episodes import EpisodeTask, Session
+from moerl.contract.ports import ChatTask, Prompt
 from moerl.errors import ConfigError, EpisodeError
 from moerl.sections import Count, Positive
+from moerl.tasks.games.talk import Talk, chat_of
 from moerl.tasks.section import TaskSection, of_split, require_prompts
 
 FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
@@ -83,22 +84,20 @@ class SeedsTask[C: SeedsSection](EpisodeTask, ChatTask):
             self._prompts[split] = [prompt for prompt in written if prompt is not None]
             self._sizes[split] = len(self._prompts[split])
 
+    def talk(self, prompt: Prompt, session: Session, opening: str) -> Talk:
+        """Returns the talk of an episode whose environment has begun with a text.
 
-def chat_of(opening: str) -> Chat:
-    """Returns the messages with which a conversation about a game begins."""
-    return Chat(({"role": "user", "content": opening},))
-
-
-def require_opening(prompt: Prompt, opening: str) -> None:
-    """Raises EpisodeError if an environment begins in another way than its prompt says: the episodes of a group would
-    not play the same."""
-    if opening != prompt.facts["opening"]:
-        raise EpisodeError(
-            f"{prompt.prompt_id}: the environment begins differently with the same seed",
-            seen=repr(opening)[:_SHOWN],
-            expected=repr(prompt.facts["opening"])[:_SHOWN],
-            remedy="give the environment a seed that it obeys",
-        )
+        Raises:
+            EpisodeError: its prompt says another one: the episodes of a group would not play the same.
+        """
+        if opening != prompt.facts["opening"]:
+            raise EpisodeError(
+                f"{prompt.prompt_id}: the environment begins differently with the same seed",
+                seen=repr(opening)[:_SHOWN],
+                expected=repr(prompt.facts["opening"])[:_SHOWN],
+                remedy="give the environment a seed that it obeys",
+            )
+        return Talk.of(prompt, session, self.config.max_turn_tokens)
 
 
 def require_package(package: str, task: str) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import SampledTurn, Session
-from moerl.contract.ports import Prompt
-from moerl.tasks.games.seeds import chat_of
+from moerl.contract.ports import Chat, Prompt
+
+Step = tuple[str, float | None, bool]
+"""Text that the policy reads behind a turn; reward of the turn, None if it was no action; and True at the end."""
+
+
+def chat_of(opening: str) -> Chat:
+    """Returns the messages with which a conversation about a game begins."""
+    return Chat(({"role": "user", "content": opening},))
 
 
 class Talk:
@@ -45,6 +54,29 @@ class Talk:
     def rewards(self, reward: float) -> dict[str, float]:
         """Returns what all games report of a talk: `reward`, `accuracy`, 1 from a reward of 1 on, and `turns`."""
         return {"reward": reward, "accuracy": float(reward >= 1.0), "turns": float(self.num_turns)}
+
+    async def play(
+        self, act: Callable[[str], Awaitable[Step]], max_turns: int, reward: float = 0.0, is_over: bool = False
+    ) -> dict[str, float]:
+        """Has the policy act until the environment comes to its end, or nothing more can be sampled.
+
+        Args:
+            act: does what a turn says.
+            reward, is_over: of the beginning.
+
+        Returns:
+            `rewards` for the sum of all rewards; and `finished`, 1 if the environment came to its end.
+        """
+        seen = ""
+        while not is_over and self.num_turns < max_turns:
+            turn = await self.turn(seen)
+            if turn is None:
+                break
+            seen, earned, is_over = await act(turn.text)
+            if earned is not None:
+                self.session.credit(earned)
+                reward += earned
+        return {**self.rewards(reward), "finished": float(is_over)}
 
     async def turn(self, heard: str) -> SampledTurn | None:
         """Returns the policy's next turn, None if nothing more can be sampled.

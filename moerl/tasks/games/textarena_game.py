@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -14,16 +13,6 @@ from moerl.errors import ConfigError, EpisodeError
 
 _RANDOM = threading.Lock()
 """Lock of Python's own random numbers, which every game draws from."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlayerResult:
-    """Result of a player."""
-
-    reward: float
-    """Reward that the game gives; 0 if the game has not ended."""
-    was_invalid: bool
-    """True if an invalid move of this player ended its game."""
 
 
 class Game:
@@ -68,19 +57,20 @@ class Game:
         """Makes a move of the player whose move it is; the game judges it. Raises whatever the game's code raises."""
         self.is_over = bool(self._alone(lambda: self._env.step(action=text))[0])
 
-    def results(self) -> Mapping[int, PlayerResult]:
-        """Returns the result of each player, by number.
+    def results(self) -> Mapping[int, tuple[float, bool]]:
+        """Returns the results of the players, by number: the reward that the game gives, 0 if it has not ended; and
+        True if an invalid move of this player ended its game.
 
         Raises:
             EpisodeError: the game gives something else than numbers.
         """
         rewards, players = self._env.close()
-        found: dict[int, PlayerResult] = {}
+        found: dict[int, tuple[float, bool]] = {}
         for number, player in players.items():
             reward: Any = (rewards or {}).get(number, 0) if self.is_over else 0
             if not is_number(reward) or not is_finite(reward):
                 raise EpisodeError("task.game: a reward of the game", seen=repr(reward)[:80], expected="a number")
-            found[int(number)] = PlayerResult(float(reward), bool(player.get("invalid_move")))
+            found[int(number)] = (float(reward), bool(player.get("invalid_move")))
         return found
 
     def _alone[T](self, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from moerl.processes.host import EXIT_SECONDS, PIPE, end_guarded, start_guarded, wait_for
 from moerl.tasks.rewards.worker import CALL_BYTES, DUMP_SIGNAL, LENGTH_DIGITS, OUT_OF_MEMORY
@@ -41,28 +41,23 @@ Frame = tuple[str, int, str]
 """File, line and function."""
 
 
+Loss = Literal["late", "memory", "outside", "other"]
+"""Kind of a loss: the time limit passed; the process reported that it had no memory left; its node was lost, or SIGKILL
+ended it, so perhaps it is not to blame; anything else."""
+
+
 class ChildLostError(Exception):
     """Loss of a process that gave no usable answer.
 
     Args:
         cause: Why.
         place: The line that the process was at; empty if it is not known.
-        late: True if the time limit passed.
-        out_of_memory: True if the process reported that it had no memory left.
-        from_outside: True if its node was lost, or SIGKILL ended it: perhaps the process is not to blame.
+        kind: Kind of the cause.
     """
 
-    def __init__(
-        self,
-        cause: str,
-        place: str = "",
-        *,
-        late: bool = False,
-        out_of_memory: bool = False,
-        from_outside: bool = False,
-    ) -> None:
+    def __init__(self, cause: str, place: str = "", kind: Loss = "other") -> None:
         super().__init__(cause + (f", in {place}" if place else ""))
-        self.late, self.out_of_memory, self.from_outside = late, out_of_memory, from_outside
+        self.kind: Loss = kind
 
 
 class ChildProcess(Protocol):
@@ -136,7 +131,7 @@ class RewardChild:
     def kill(self) -> None:
         if self._requests.closed:
             return
-        end_guarded(self._process, self._status)
+        end_guarded(self._process, self._hear)
         self._show()
         self._shown.end(sys.stderr)
         for pipe in (self._requests, self._replies, self._prints, self._faults):
@@ -170,9 +165,10 @@ class RewardChild:
         """Shows what was printed."""
         self._shown.feed(self._take(self._prints), sys.stderr)
 
-    def _hear(self) -> None:
-        """Reads what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
+    def _hear(self) -> bytes:
+        """Returns what guard and worker wrote: the process ids of the second guard and the worker, then the stack."""
         self._said = (self._said + self._take(self._faults))[:_READ_BYTES]
+        return self._said
 
     def _take(self, pipe: IO[bytes]) -> bytes:
         """Reads what has come by a pipe, which is not waited for any more once it has ended."""
@@ -180,10 +176,6 @@ class RewardChild:
         if data == b"":
             self._heard.discard(pipe)
         return data or b""
-
-    def _status(self) -> bytes:
-        self._hear()
-        return self._said
 
     def _late(self) -> ChildLostError:
         self._process.send_signal(DUMP_SIGNAL)
@@ -193,24 +185,24 @@ class RewardChild:
             while not self._said.endswith(_DUMP_ENDS) and self._faults in self._heard and time.monotonic() < deadline:
                 if selector.select(max(0.0, deadline - time.monotonic())):
                     self._hear()
-        return self._lost("time limit passed; its process was killed", late=True)
+        return self._lost("time limit passed; its process was killed", "late")
 
     def _ended(self) -> ChildLostError:
         code = wait_for(self._process, EXIT_SECONDS)
         if code is None:
             return self._lost("it closed the pipe of its replies; its process was killed")
         if code == OUT_OF_MEMORY:
-            return self._lost("its process had no memory left to answer with", out_of_memory=True)
+            return self._lost("its process had no memory left to answer with", "memory")
         how = f"by signal {_signal_name(-code)}" if code < 0 else f"with code {code}"
-        return self._lost(f"its process ended {how}", from_outside=code == -signal.SIGKILL)
+        return self._lost(f"its process ended {how}", "outside" if code == -signal.SIGKILL else "other")
 
-    def _lost(self, cause: str, **why: bool) -> ChildLostError:
-        """Ends the process, and returns its loss. why: as of `ChildLostError`."""
+    def _lost(self, cause: str, kind: Loss = "other") -> ChildLostError:
+        """Ends the process, and returns its loss."""
         self._hear()
         self.kill()
         dump = self._said.rpartition(b"most recent call first")[2].decode(errors="replace")
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
-        return ChildLostError(cause, where(frames), **why)
+        return ChildLostError(cause, where(frames), kind)
 
 
 def where(frames: Sequence[Frame]) -> str:

@@ -53,7 +53,7 @@ class RewardPool:
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         """Has a response rewarded by one of the processes; returns at once. The future raises what
-        `RewardProcess.score` raises."""
+        `RewardProcess.score_all` raises, or returns as its error."""
         future: Future[Rewards] = Future()
         with self._changed:
             assert not self._is_closed, "a closed task rewards nothing"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moerl.errors import RewardError, undoing
@@ -39,37 +40,28 @@ MakeChild = Callable[[int, ShownLines], ChildProcess]
 _EXPECTED = "a finite number, or a mapping of names to finite numbers that holds 'reward'"
 
 
+@dataclass(eq=False)
 class RewardProcess:
-    """A user's reward function behind a time limit. Belongs to one thread; any thread may `stop` it.
+    """A user's reward function behind a time limit. Belongs to one thread; any thread may `stop` it."""
 
-    Args:
-        function: ``package.module:function``, called with ``(row, response_text)``. Modules are searched for on the
-            import path of this process, then in the current directory.
-        timeout_seconds: Longest time of one call.
-        memory_bytes: Most memory of the process, and of each that the function starts.
-        key: Key of the configuration that names the function; errors name it and its neighbours.
-        settings: Settings of a built-in kind, for which `function` names the maker; None = `function` is the user's.
-        many: True if the function is called with ``(rows, response_texts)``.
-    """
+    function: str
+    """``package.module:function``, called with ``(row, response_text)``. Modules are searched for on the import path of
+    this process, then in the current directory."""
+    timeout_seconds: float
+    """Longest time of one call."""
+    memory_bytes: int
+    """Most memory of the process, and of each that the function starts."""
+    key: str = "task.reward"
+    """Key of the configuration that names the function; errors name it and its neighbours."""
+    settings: Mapping[str, Any] | None = None
+    """Settings of a built-in kind, for which `function` names the maker; None = `function` is the user's."""
+    many: bool = False
+    """True if the function is called with ``(rows, response_texts)``."""
+    _make_child: MakeChild = RewardChild
+    _child: ChildProcess | None = None
+    _is_stopped: bool = False
 
-    def __init__(
-        self,
-        function: str,
-        timeout_seconds: float,
-        memory_bytes: int,
-        key: str = "task.reward",
-        settings: Mapping[str, Any] | None = None,
-        many: bool = False,
-    ) -> None:
-        self._function, self._key = function, key
-        own = {} if settings is None else {"settings": dict(settings)}
-        self._hello: dict[str, Any] = {"function": function, "many": many, **own}
-        self._timeout_seconds = timeout_seconds
-        self._memory_bytes = memory_bytes
-        self._is_builtin = settings is not None
-        self._make_child: MakeChild = RewardChild
-        self._child: ChildProcess | None = None
-        self._is_stopped = False
+    def __post_init__(self) -> None:
         self._shown = ShownLines("reward function: ")
 
     def place(self, make_child: MakeChild) -> None:
@@ -81,33 +73,24 @@ class RewardProcess:
         """Returns the process; starts it, unless it runs. Raises `ConfigError` if the function cannot be imported,
         `ChildLostError` if something else ended the process meanwhile."""
         if self._child is None:
-            self._child = self._make_child(self._memory_bytes, self._shown)
+            self._child = self._make_child(self.memory_bytes, self._shown)
             with undoing(self.close):
                 self._import(self._child)
         return self._child
 
-    def score(self, row: Mapping[str, Any], response: str) -> Rewards:
-        """Returns named rewards of a response, `reward` and `accuracy` among them. Starts the process if need be.
-
-        Raises:
-            RewardError: The function raised, hung, crashed, or returned something else than finite rewards. The sample
-                has no reward; the next call works again. Of a built-in kind: the plain response has none, either.
-            ConfigError: The function cannot be imported.
-        """
-        [result] = self.score_all([row], [response])
-        if isinstance(result, RewardError):
-            raise result
-        return result
-
     def score_all(self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[Rewards | RewardError]:
-        """Scores several responses in one call, as `score` does one: returns for each its rewards, or its error.
+        """Scores responses in one call. Starts the process if need be.
+
+        Returns:
+            For each its named rewards, `reward` and `accuracy` among them; or its error: the function raised, or
+            returned something else than finite rewards. Of a built-in kind: the plain response has none, either.
 
         Raises:
             RewardError: The responses failed together, for example because the process hung or crashed. To find the
-                one to blame, score each alone.
-            ConfigError: as `score`.
+                one to blame, score each alone; the next call works again.
+            ConfigError: The function cannot be imported.
         """
-        if self._is_builtin:
+        if self.settings is not None:
             return [self._blamed(row, response) for row, response in zip(rows, responses, strict=True)]
         return self._called(rows, responses)
 
@@ -150,16 +133,16 @@ class RewardProcess:
         """
         for is_last in (False, True):
             try:
-                reply = self.start().ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
+                reply = self.start().ask(asked, self.timeout_seconds, max_reply_bytes=max_reply_bytes)
             except ChildLostError as lost:
                 self._child = None
-                if is_last or self._is_stopped or not (lost.from_outside or self._is_builtin):
+                if is_last or self._is_stopped or not (lost.kind == "outside" or self.settings is not None):
                     raise
                 continue
             if any(result.get("memory") for result in reply["results"]):
                 # What earlier calls keep takes memory, too.
                 self.close()
-                if self._is_builtin and not is_last:
+                if self.settings is not None and not is_last:
                     continue
             return reply
         raise AssertionError("the last try returns or raises")
@@ -172,7 +155,7 @@ class RewardProcess:
             if refused is None:
                 return rewards
             return RewardError(
-                f"reward function {self._function} returned a name that no metric can have",
+                f"reward function {self.function} returned a name that no metric can have",
                 seen=excerpt(repr(refused)),
                 expected=f"names of up to 64 letters, digits and the characters _ . -, but '{UNSCORED}'",
                 remedy="rename the entry of the mapping",
@@ -180,7 +163,7 @@ class RewardProcess:
         if result.get("memory"):
             return self._out_of_memory(_told(result))
         return RewardError(
-            f"reward function {self._function} " + ("raised" if "raised" in result else "returned no reward"),
+            f"reward function {self.function} " + ("raised" if "raised" in result else "returned no reward"),
             seen=_told(result),
             expected=_EXPECTED,
             remedy="make the function return a reward for this row and response",
@@ -202,39 +185,41 @@ class RewardProcess:
     def _import(self, child: ChildProcess) -> None:
         # Another thread may have called `stop` before there was a process to end.
         if self._is_stopped:
-            raise not_loaded(self._key, self._function, "the task is closed")
+            raise not_loaded(self.key, self.function, "the task is closed")
+        hello = {"function": self.function, "many": self.many, "sys_path": [*sys.path, os.getcwd()]}
+        hello |= {} if self.settings is None else {"settings": dict(self.settings)}
         try:
-            reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
+            reply = child.ask(hello, IMPORT_SECONDS)
         except ChildLostError as lost:
-            if lost.from_outside:
+            if lost.kind == "outside":
                 raise
-            raise not_loaded(self._key, self._function, str(lost)) from lost
+            raise not_loaded(self.key, self.function, str(lost)) from lost
         if "ready" not in reply:
-            raise not_loaded(self._key, self._function, _told(reply))
+            raise not_loaded(self.key, self.function, _told(reply))
 
     def _unanswered(self, lost: ChildLostError) -> RewardError:
-        if lost.out_of_memory:
+        if lost.kind == "memory":
             return self._out_of_memory(str(lost))
         expected = "a function that returns, and leaves its process and its descriptors alone"
         remedy = "make the function return a reward for this row and response"
-        if lost.late:
-            expected = f"a reward within {self._timeout_seconds:g} s"
+        if lost.kind == "late":
+            expected = f"a reward within {self.timeout_seconds:g} s"
             remedy = f"make the function return in time, or raise {self._near('timeout_seconds')}"
-        what = f"reward function {self._function} gave no answer"
+        what = f"reward function {self.function} gave no answer"
         return RewardError(what, seen=str(lost), expected=expected, remedy=remedy)
 
     def _out_of_memory(self, seen: str) -> RewardError:
         return RewardError(
-            f"reward function {self._function} ran out of memory",
+            f"reward function {self.function} ran out of memory",
             seen=seen,
-            expected=f"at most {self._memory_bytes:,} bytes ({self._near('memory_bytes')})",
+            expected=f"at most {self.memory_bytes:,} bytes ({self._near('memory_bytes')})",
             remedy=f"make the function take less, or raise {self._near('memory_bytes')}",
         )
 
     def _near(self, name: str) -> str:
         """Returns the path of a neighbour of the function's key."""
-        section = self._key.removesuffix(".function")
-        return f"{self._key}_{name}" if section == self._key else f"{section}.{name}"
+        section = self.key.removesuffix(".function")
+        return f"{self.key}_{name}" if section == self.key else f"{section}.{name}"
 
 
 def _told(reply: Mapping[str, Any]) -> str:

@@ -133,14 +133,15 @@ class _Server:
         self.has_ended = False
         """True once the server has closed its output."""
 
-    async def __aenter__(self) -> tuple[_Incoming, _Outgoing]:
+    async def __aenter__(self) -> tuple[_Messages, _Messages]:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             # From here on nothing is awaited: a process that is started has its end in `__aexit__`.
             with undoing(self._writer.close):
                 self._start(theirs)
-        return _Incoming(self, reader), _Outgoing(self._writer)
+        messages = _Messages(self, reader, self._writer)
+        return messages, messages
 
     async def __aexit__(self, *error: object) -> None:
         self.has_ended = True
@@ -192,8 +193,15 @@ class _Server:
         return os.pread(self._stderr.fileno(), _SAID_BYTES, max(size - _SAID_BYTES, 0)).decode(errors="replace").strip()
 
 
-class _Stream:
-    """Base of both directions: the server ends with its transport, and not with a stream."""
+class _Messages:
+    """Messages from and to a server, in the forms of a read and a write stream of MCP. The server ends with its
+    transport, and not with a stream."""
+
+    def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._server, self._reader, self._writer = server, reader, writer
+        self._message: Any = _library("mcp.shared.message").SessionMessage
+        self._read: Any = _library("mcp_types").jsonrpc_message_adapter.validate_json
+        self._broken: Any = _library("anyio").BrokenResourceError
 
     async def __aenter__(self) -> Self:
         return self
@@ -204,16 +212,7 @@ class _Stream:
     async def aclose(self) -> None:
         """Does nothing."""
 
-
-class _Incoming(_Stream):
-    """Messages of a server, in the form of a read stream of MCP."""
-
-    def __init__(self, server: _Server, reader: asyncio.StreamReader) -> None:
-        self._server, self._reader = server, reader
-        self._message: Any = _library("mcp.shared.message").SessionMessage
-        self._read: Any = _library("mcp_types").jsonrpc_message_adapter.validate_json
-
-    def __aiter__(self) -> _Incoming:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
@@ -233,14 +232,6 @@ class _Incoming(_Stream):
     async def receive(self) -> Any:
         """Returns the next message as `__anext__` does."""
         return await anext(self)
-
-
-class _Outgoing(_Stream):
-    """Messages to a server, in the form of a write stream of MCP."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._broken: Any = _library("anyio").BrokenResourceError
 
     async def send(self, item: Any) -> None:
         """Sends one message."""

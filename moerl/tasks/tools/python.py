@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.contract.episodes import Message, in_thread
+from moerl.contract.episodes import in_thread
 from moerl.errors import EpisodeError
 from moerl.tasks.rewards.code import ProgramResult, run_program
 from moerl.tasks.tools.loop import ToolCallError, tool_schema
@@ -28,14 +28,10 @@ class PythonTool:
     def __init__(self, *, seconds: float = 5.0, memory_bytes: int = 1 << 30) -> None:
         self._seconds, self._memory_bytes = seconds, memory_bytes
         self._free = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-
-    @property
-    def schema(self) -> Message:
-        """Schema with one parameter, `code`."""
         code = {"type": "string", "description": "The program."}
         about = "Runs a Python program and returns what it prints. Each program starts anew."
         limits = {"required": ["code"], "additionalProperties": False}
-        return tool_schema("python", about, {"type": "object", "properties": {"code": code}, **limits})
+        self.schema = tool_schema("python", about, {"type": "object", "properties": {"code": code}, **limits})
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Returns what a program printed.

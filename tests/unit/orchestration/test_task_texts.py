@@ -19,7 +19,7 @@ from moerl.orchestration.commands import text_use
 from moerl.orchestration.task_texts import check_prompts
 from moerl.rollout.tokenizers import build_tokenizer, make_tokenizer
 from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.jsonl import JsonlTask
+from moerl.tasks.data.task import RowsTask
 
 Opened = tuple[RunConfig, Task]
 Open = Callable[..., Opened]
@@ -42,14 +42,16 @@ def open_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
     """The configuration and task of `moerl <command> recipe=tiny` over rows of a JSONL file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text("def score(row, response):\n    return 0.0\n")
-    made: list[JsonlTask] = []
+    made: list[RowsTask] = []
 
     def make(rows: Sequence[dict[str, str]], *overrides: str, command: str = "train") -> Opened:
         (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = ("task=jsonl", "task.path=my.jsonl", "task.reward=my_rewards:score")
         config = load_config(["recipe=tiny", *task, *FEW, *overrides], command=command)
-        made.append(JsonlTask(config.task))  # pyright: ignore[reportArgumentType]
-        return config, made[-1]
+        opened = config.task.open()
+        assert isinstance(opened, RowsTask)
+        made.append(opened)
+        return config, opened
 
     yield make
     for task in made:
@@ -165,7 +167,7 @@ def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
     [line] = [line for line in COMMANDS["train"].examples if "task=jsonl" in line]
     config = load_config(line.split()[2:], command="train")
     task = config.task.open()
-    assert isinstance(task, JsonlTask)
+    assert isinstance(task, RowsTask)
     try:
         check_numbers(config, task)
         assert config.model.architecture is not None

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moerl.tasks.rewards.process import RewardProcess
+from scored_process import ScoredProcess
 
 MODULE = """
 import asyncio, os, pathlib, subprocess, sys, time
@@ -82,7 +81,7 @@ def returns(row, response):
 not_a_function = 3
 """
 
-Start = Callable[..., RewardProcess]
+Start = Callable[..., ScoredProcess]
 
 
 @pytest.fixture
@@ -91,12 +90,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     (tmp_path / "odd_rewards.py").write_text(MODULE)
     (tmp_path / "breaks_at_import.py").write_text("raise RuntimeError('no licence')\n")
     (tmp_path / "dies_at_import.py").write_text("import os\nos._exit(9)\n")
-    started: list[RewardProcess] = []
+    started: list[ScoredProcess] = []
 
     def begin(
         function: str = "odd_rewards:behave", timeout_seconds: float = 60.0, memory_bytes: int = 1 << 32, **more: Any
-    ) -> RewardProcess:
-        started.append(RewardProcess(function, timeout_seconds, memory_bytes, **more))
+    ) -> ScoredProcess:
+        started.append(ScoredProcess(function, timeout_seconds, memory_bytes, **more))
         return started[-1]
 
     yield begin

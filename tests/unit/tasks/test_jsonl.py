@@ -12,7 +12,8 @@ import pytest
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.jsonl import JsonlTask, JsonlTaskConfig
+from moerl.tasks.data.task import RowsTask
+from moerl.tasks.jsonl import JsonlTaskConfig
 
 REWARDS = """
 def exact(row, response):
@@ -24,7 +25,7 @@ def tasting_row(row, response):
     return {"reward": 0.5, "length": len(response)}
 """
 
-MakeTask = Callable[..., JsonlTask]
+MakeTask = Callable[..., RowsTask]
 
 ALL_TRAIN = {"dev_fraction": 1e-9, "heldout_fraction": 1e-9}
 
@@ -34,9 +35,9 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeT
     """Builds a task over a file with the given content (rows, or raw text), and closes it afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
-    made: list[JsonlTask] = []
+    made: list[RowsTask] = []
 
-    def make(content: list[Any] | str | bytes, **changes: Any) -> JsonlTask:
+    def make(content: list[Any] | str | bytes, **changes: Any) -> RowsTask:
         path = tmp_path / "data.jsonl"
         if isinstance(content, list):
             content = "\n".join(json.dumps(row) for row in content) + "\n"
@@ -53,7 +54,7 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeT
             "reward_timeout_seconds": 30.0,
             "reward_memory_bytes": 1 << 32,
         }
-        made.append(JsonlTask(JsonlTaskConfig(**{**values, **changes})))
+        made.append(JsonlTaskConfig(**{**values, **changes}).open())
         return made[-1]
 
     yield make
@@ -65,7 +66,7 @@ def rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"problem {i}", "answer": str(i), "response": f"it is {i}"} for i in range(count)]
 
 
-def texts(task: JsonlTask, split: str) -> list[str]:
+def texts(task: RowsTask, split: str) -> list[str]:
     return [prompt.text for prompt in task.prompts(split, task.size(split))]
 
 
@@ -108,7 +109,8 @@ def test_a_function_that_raises_fails_the_sample_and_not_the_next_one(make_task:
     prompt = task.prompts("train", 1)[0]
     with pytest.raises(RewardError, match="KeyError: 'no such dish'") as caught:
         task.reward(prompt, "raise", FinishReason.STOP).result()
-    assert f"at {task.config.path}:{prompt.prompt_id.split(':')[1]}; seen: " in str(caught.value)
+    assert task.place(prompt).endswith(f"/{prompt.prompt_id}")
+    assert f"at {task.place(prompt)}; seen: " in str(caught.value)
     assert "in tasting_row (" in str(caught.value)
     assert f"row: {json.dumps(prompt.facts)}; response: 'raise'" in str(caught.value)
     assert task.reward(prompt, "fine", FinishReason.STOP).result()["reward"] == 0.5

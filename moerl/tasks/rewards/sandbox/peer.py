@@ -11,7 +11,6 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from moerl.tasks.rewards.sandbox.values import Wire, describe
@@ -25,10 +24,16 @@ class PeerGoneError(BaseException):
 
 
 class Border(ABC):
-    """Border to the other process: its pipes, and the objects that were handed over to it, by number."""
+    """Border to the other process: one end of the two pipes, and the objects that were handed over, by number.
+
+    Args:
+        reading, writing: descriptors.
+    """
 
     def __init__(self, reading: int, writing: int) -> None:
-        self.peer = Peer(reading, writing, self._answer)
+        self._reading, self._writing = reading, writing
+        # Threads of a program may call functions of the tests.
+        self._lock = threading.RLock()
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
 
@@ -46,31 +51,7 @@ class Border(ABC):
             self._objects.append(value)
         return self._numbers[id(value)]
 
-    def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
-        try:
-            return self._done(operation, arguments, named)
-        except PeerGoneError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - process boundary: the other side raises it
-            if isinstance(error, StopIteration) and operation == "__next__":
-                return ["stop"]
-            return describe(error, self._number, self._export)
-
-
-class Peer:
-    """One end of the two pipes.
-
-    Args:
-        reading, writing: descriptors.
-        answer: answers a question of the other side, and raises nothing but `PeerGoneError`.
-    """
-
-    def __init__(self, reading: int, writing: int, answer: Callable[[str, Wire, Wire], list[Wire]]) -> None:
-        self._reading, self._writing, self._answer = reading, writing, answer
-        # Threads of a program may call functions of the tests.
-        self._lock = threading.RLock()
-
-    def ask(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+    def _exchange(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
         """Asks, answers what the other side asks meanwhile, and returns the answer."""
         with self._lock:
             self.write(["ask", operation, arguments, named])
@@ -119,7 +100,13 @@ class Peer:
     def _answer_to(self, message: list[Any]) -> None:
         if len(message) != 4 or message[0] != "ask" or not isinstance(message[1], str):
             raise PeerGoneError("a question of an unknown form")
-        answer = self._answer(*message[1:])
+        try:
+            answer = self._done(*message[1:])
+        except PeerGoneError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - process boundary: the other side raises it
+            is_end = isinstance(error, StopIteration) and message[1] == "__next__"
+            answer = ["stop"] if is_end else describe(error, self._number, self._export)
         try:
             self.write(answer)
         except ValueError as error:

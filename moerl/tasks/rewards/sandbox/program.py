@@ -45,8 +45,8 @@ def serve(reading: int, writing: int, text: str) -> None:
     objects = _Objects(reading, writing)
     try:
         code, said, objects.names = execute(text)
-        objects.peer.write(["ended", code, said[-4096:]])
-        objects.peer.serve()
+        objects.write(["ended", code, said[-4096:]])
+        objects.serve()
     except PeerGoneError:
         os._exit(0)
 
@@ -70,7 +70,7 @@ class _Objects(Border):
     def ask(self, operation: str, target: OfTests, *arguments: Any, **named: Any) -> Any:
         """Has the tests do an operation on one of their objects."""
         given = [encode([target, *arguments], self._export), encode(named, self._export)]
-        answer = self.peer.ask(operation, *given)
+        answer = self._exchange(operation, *given)
         if answer[0] == "stop":
             raise StopIteration
         if answer[0] == "raise":

@@ -49,7 +49,7 @@ def judge(reading: int, writing: int, program: int, text: str) -> tuple[int, str
     """
     objects = Objects(reading, writing)
     try:
-        match objects.peer.read():
+        match objects.read():
             case ["ended", 0, _]:
                 return _run(objects, text)
             case ["ended", int(code), str(said)]:
@@ -159,7 +159,7 @@ class Objects(Border):
 
     def named(self, name: str) -> Any:
         """Returns the program's object of this name. `KeyError` if it has no such name."""
-        answer = self.peer.ask(NAME, ["list", name], ["dict"])
+        answer = self._exchange(NAME, ["list", name], ["dict"])
         match answer:
             case ["missing"]:
                 raise KeyError(name)
@@ -172,7 +172,7 @@ class Objects(Border):
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Has the program do an operation on one of its objects, the first argument."""
         given = encode(list(arguments), self._export), encode(named, self._export)
-        return self._result(operation, self.peer.ask(operation, *given), [list(arguments[1:]), named])
+        return self._result(operation, self._exchange(operation, *given), [list(arguments[1:]), named])
 
     def _result(self, operation: str, answer: list[Wire], given: list[Any]) -> Any:
         try:

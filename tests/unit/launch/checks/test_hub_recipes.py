@@ -21,7 +21,6 @@ from moerl.contract.trajectory import FinishReason
 from moerl.errors import closing
 from moerl.orchestration.chat import ChatTemplate
 from moerl.orchestration.templates import Templates
-from moerl.tasks.data.section import data_sets
 from moerl.tasks.dataset import DatasetTaskConfig
 
 Row = Mapping[str, Any]
@@ -189,7 +188,8 @@ def test_problems_are_read_without_those_that_fail_their_own_tests_and_programs_
 @pytest.mark.parametrize("recipe", ["gsm8k", "code_problems"])
 def test_prompt_and_longest_response_fit_a_microbatch_and_the_context_of_qwen3(recipe: str, place: Path) -> None:
     config = load_config([f"recipe={recipe}", f"model.path='{place / 'model'}'", *KEYS], command="rollout")
-    [data] = data_sets(config.task, {})  # pyright: ignore[reportArgumentType] - both are of task=dataset
+    assert isinstance(config.task, DatasetTaskConfig)
+    [data] = config.task.data_sets
     longest = (config.task.longest_prompt or 0) + config.rollout.max_new_tokens
     assert data.hub
     assert longest <= config.trainer.microbatch_tokens

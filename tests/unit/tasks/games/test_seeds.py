@@ -14,7 +14,7 @@ from moerl.config.load import load_config
 from moerl.contract.episodes import EpisodeTask, Session
 from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError, EpisodeError
-from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_opening, require_package
+from moerl.tasks.games.seeds import SeedsSection, SeedsTask, require_package
 
 
 class CountedSection(SeedsSection):
@@ -86,10 +86,11 @@ def test_more_prompts_than_seeds_and_other_splits_are_refused() -> None:
 
 
 def test_an_environment_that_begins_differently_than_its_prompt_is_refused() -> None:
-    (prompt,) = task().prompts("train", 1)
-    require_opening(prompt, "game 0")
+    game, session = task(), cast("Session", None)
+    (prompt,) = game.prompts("train", 1)
+    assert game.talk(prompt, session, "game 0").num_turns == 0
     with pytest.raises(EpisodeError, match="begins differently with the same seed"):
-        require_opening(prompt, "game 1")
+        game.talk(prompt, session, "game 1")
 
 
 @pytest.mark.parametrize(("name", "package"), [("textarena", "textarena"), ("gymnasium", "gymnasium")])

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scored_process import ScoredProcess
 from waiting import eventually, is_alive
 
 from moerl.errors import RewardError
 from moerl.tasks.rewards import child
 from moerl.tasks.rewards.child import RewardChild
-from moerl.tasks.rewards.process import RewardProcess
 
 ROOT = Path(__file__).parents[4]
 
-Start = Callable[..., RewardProcess]
+Start = Callable[..., ScoredProcess]
 
 # --- what ends with the run -------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def test_everything_ends_when_the_run_is_killed(tmp_path: Path):
     code = (
         "from moerl.tasks.rewards.process import RewardProcess\n"
         "process = RewardProcess('leaves:leave', 600.0, 1 << 32)\n"
-        f"process.score({{'pids': {str(tmp_path / 'pids')!r}}}, 'hang')\n"
+        f"process.score_all([{{'pids': {str(tmp_path / 'pids')!r}}}], ['hang'])\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) as run:
         pids = pids_in(tmp_path / "pids")
@@ -193,7 +193,7 @@ def many(row, response):
 
 
 @pytest.fixture
-def forges(start: Start, tmp_path: Path) -> Callable[..., RewardProcess]:
+def forges(start: Start, tmp_path: Path) -> Callable[..., ScoredProcess]:
     (tmp_path / "forges.py").write_text(FORGES)
     return lambda name, seconds=60.0: start(f"forges:{name}", seconds)
 
@@ -295,7 +295,7 @@ def orphan(row, response):
 
 
 @pytest.fixture
-def greedy(start: Start, tmp_path: Path) -> Callable[..., RewardProcess]:
+def greedy(start: Start, tmp_path: Path) -> Callable[..., ScoredProcess]:
     (tmp_path / "greedy.py").write_text(GREEDY)
     return lambda name, memory_bytes=1 << 32: start(f"greedy:{name}", memory_bytes=memory_bytes)
 

@@ -179,10 +179,12 @@ def test_after_a_test_that_fails_the_rest_is_run_only_for_a_share(monkeypatch: p
 
 
 def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
-    from moerl.tasks.rewards.process import UNSCORED, RewardProcess
+    from scored_process import ScoredProcess
+
+    from moerl.tasks.rewards.process import UNSCORED
 
     settings = {"column": "tests", "partial": False, "program_seconds": 600.0, "program_memory_bytes": GIB}
-    process = RewardProcess("moerl.tasks.rewards.code:code", 4.0, 1 << 32, "task.rewards.code.function", settings)
+    process = ScoredProcess("moerl.tasks.rewards.code:code", 4.0, 1 << 32, "task.rewards.code.function", settings)
     try:
         rewards = process.score({"tests": "f()"}, "import time\ndef f(): time.sleep(500)")
     finally:

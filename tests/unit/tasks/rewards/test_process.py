@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from scored_process import ScoredProcess
 from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.rewards import child
 from moerl.tasks.rewards.child import RewardChild
-from moerl.tasks.rewards.process import RewardProcess
 
-Start = Callable[..., RewardProcess]
+Start = Callable[..., ScoredProcess]
 
 
 def test_a_value_comes_back(start: Start):
@@ -128,7 +128,7 @@ def test_closing_ends_the_process(start: Start):
 
 
 def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
-    process = RewardProcess("math:gcd", 60.0, 1 << 32)
+    process = ScoredProcess("math:gcd", 60.0, 1 << 32)
     process.start()
     started = process._child
     assert isinstance(started, RewardChild)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from raw_http import RawServer, whole
+from scored_process import ScoredProcess
 
 from moerl.errors import RewardError
 from moerl.tasks.rewards import builtin
-from moerl.tasks.rewards.process import RewardProcess
 
 DRAFTS = ["https://json-schema.org/draft/2020-12/schema", "https://json-schema.org/draft/2019-09/schema"] + [
     f"http://json-schema.org/draft-0{number}/schema#" for number in (7, 6, 4)
@@ -159,21 +159,21 @@ DOUBLED = {str(n): {"allOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardProcess]:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoredProcess]:
     monkeypatch.undo()
     maker = "moerl.tasks.rewards.builtin:json_schema"
     settings = {"schema": None, "column": "schema"}
-    process = RewardProcess(maker, 1.5, 1 << 32, "task.rewards.form.function", settings)
+    process = ScoredProcess(maker, 1.5, 1 << 32, "task.rewards.form.function", settings)
     yield process
     process.close()
 
 
-def test_a_schema_that_takes_for_ever_ends_at_the_time_limit_of_its_reward(impatient: RewardProcess):
+def test_a_schema_that_takes_for_ever_ends_at_the_time_limit_of_its_reward(impatient: ScoredProcess):
     schema = {"$ref": "#/$defs/0", "$defs": DOUBLED | {"40": {}}}
     with pytest.raises(RewardError, match="time limit passed"):
         impatient.score({"schema": schema}, "5")
 
 
-def test_a_response_that_a_pattern_takes_for_ever_over_is_0(impatient: RewardProcess):
+def test_a_response_that_a_pattern_takes_for_ever_over_is_0(impatient: ScoredProcess):
     rewards = impatient.score({"schema": {"pattern": "^(a+)+$"}}, json.dumps("a" * 60 + "!"))
     assert (rewards["reward"], rewards["unscored"]) == (0.0, 1.0)

@@ -14,11 +14,11 @@ from chat_streams import END, END_TEXT, QUESTION, TEXTS, encode, hermes, says, t
 from episode_streams import check
 from factories import FULL
 
+from moerl.config.episodes import EpisodeConfig
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import Message, Session
 from moerl.contract.ports import Chat, Prompt, RolloutRequest
 from moerl.contract.trajectory import Lineage
-from moerl.episodes.limits import EpisodeLimits
 from moerl.episodes.play import NO_LIMITS, Episode, PlayedEpisode, play
 from moerl.episodes.session import Texts
 from moerl.errors import ConfigError, EpisodeError
@@ -76,7 +76,7 @@ def played(
     max_tokens: int = 4000,
     prompt_has_tools: bool = True,
     template: Callable[[Sequence[Message], Sequence[Message], bool], str] = hermes,
-    limits: EpisodeLimits = NO_LIMITS,
+    limits: EpisodeConfig = NO_LIMITS,
 ) -> tuple[PlayedEpisode, ToolAnswer | None]:
     """Plays an episode with tools in which the policy says these answers."""
     chat = Chat((QUESTION,), tuple(each.schema for each in tools) if prompt_has_tools else ())
@@ -185,7 +185,7 @@ def test_calls_above_the_limit_are_not_carried_out_and_the_policy_reads_so() -> 
 
 def test_calls_above_the_limit_of_the_episode_end_it() -> None:
     tool = Multiply()
-    limits = EpisodeLimits(max_calls=1)
+    limits = EpisodeConfig(max_calls=1)
     _, ended = played(ONE, "It is 42.", tools=[tool], limits=limits)
     assert ended is not None
     assert (ended.text, len(tool.asked)) == ("It is 42.", 1)
