@@ -42,11 +42,6 @@ class Resolved:
     notes: list[str] = field(default_factory=list)
     """Lines for the user: keys that keep the run's value although the recipe has another one."""
 
-    @property
-    def goes_on_unchanged(self) -> bool:
-        """True if a run goes on and no key changes."""
-        return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
-
 
 def load_config(
     overrides: Sequence[str],
@@ -219,7 +214,7 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
             section = section[parent]
         section[name] = parsed.value
     values["run_dir"] = str(run_dir)
-    config = _with_hub_model(_with_absolute_paths(_validate(values)), values)
+    config = _with_hub_model(_absolute(_validate(values)), values)
     check_command(config, command)
     return config
 
@@ -254,7 +249,7 @@ def _validated(values: dict[str, Any], command: str) -> RunConfig:
         values["run_dir"] = f"runs/{prefix}{values.get('recipe')}-seed{values.get('seed')}-{now}"
     if COMMAND_KEY in values:
         raise unknown_key(COMMAND_KEY)
-    return _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
+    return _absolute(_validate({COMMAND_KEY: command, **values}))
 
 
 def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
@@ -271,15 +266,8 @@ def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None
     )
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
-    for name, section in (("model", config.model), ("task", config.task), ("rollout", config.rollout)):
-        changed[name] = section.model_copy(update={key: _absolute(value) for key, value in section})
-    changed["scorers"] = _absolute(config.scorers)
-    return config.model_copy(update=changed)
-
-
 def _absolute(value: Any) -> Any:
+    """Returns a value of a configuration with all paths in it made absolute."""
     if isinstance(value, list):
         return [_absolute(item) for item in value]
     if isinstance(value, dict):

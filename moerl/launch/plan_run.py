@@ -23,7 +23,7 @@ from moerl.config.architecture import describe_model
 from moerl.config.engine_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.config.rollout_checks import require_engine
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.run_memory import GIB, Machine, server_problem
+from moerl.config.run_memory import GIB, Machine, check_server
 from moerl.config.schema import RunConfig
 from moerl.launch.calibration import Calibration, calibrate, computes_again, fleet_of
 from moerl.launch.plan_weights import PlannedUpdate
@@ -135,9 +135,7 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
     if not isinstance(rollout, SGLangRolloutConfig):
         return fleet
     machine = Machine(device.memory_gib * GIB)
-    problem = server_problem(config, machine)
-    if problem is not None:
-        raise problem
+    check_server(config, machine)
     engine = engine_needs(rollout, config.trainer, config.task, describe_model(config.model))
     tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
     return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))

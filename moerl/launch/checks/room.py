@@ -11,13 +11,12 @@ from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     HOST,
+    check_server,
     checkpoint_bytes,
-    concurrency_limit,
     gib,
     gpu_problem,
     host_problem,
     places,
-    server_problem,
 )
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
@@ -103,9 +102,8 @@ def look_at_server(facts: Facts) -> str | Note:
         return "the run starts no SGLang servers"
     if facts.machine is None:
         return _unknown(facts, f"not known here: {facts.unknown}")
-    _raise(server_problem(facts.config, facts.machine))
-    limit, expected = concurrency_limit(facts.config, facts.machine), "room for all that run side by side"
-    return expected if limit is None else Note(limit.seen, expected, limit.remedy)
+    limit, expected = check_server(facts.config, facts.machine), "room for all that run side by side"
+    return expected if limit is None else Note(limit[0], expected, limit[1])
 
 
 def look_at_hosts(facts: Facts) -> str | Note:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import ConfigError
@@ -34,7 +33,7 @@ _LARGEST_PORT = 65535
 def doctor(arguments: list[str]) -> int:
     """Runs the command. Returns exit status 1 if a look is red, else 0. Raises `ConfigError` if the command line is
     wrong."""
-    options = parser().read(arguments, "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]", DOCTOR)
+    options = parser().read(arguments, "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]")
     if options is None:
         return 0
     _check_options(options)

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from moerl.config.checks import config_notes
-from moerl.config.command_texts import LAUNCH_SLURM
 from moerl.config.compose import compose_values
 from moerl.config.help_text import recipe_text
 from moerl.config.hub_model import say_model
@@ -42,7 +41,7 @@ USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE
 
 def run(arguments: list[str]) -> int:
     """Runs the command, or prints its help; returns the exit status."""
-    options = parser().read(arguments, USAGE, LAUNCH_SLURM)
+    options = parser().read(arguments, USAGE)
     if options is None:
         return 0
     return launch_sweep(options) if options.multirun else launch_slurm(options)
