@@ -145,8 +145,8 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     from moerl.config.help_text import recipe_text
     from moerl.config.load import load_config, refuse_taken_run_dir, resolve_auto, split_resume
 
-    resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
-    is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
+    overrides, notes = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
+    is_auto, options.overrides = overrides != options.overrides, overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
     resume = split_resume(options.overrides)[0] is not None
     if options.show_config:
@@ -164,7 +164,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     from moerl.launch.checks.listed import refuse
     from moerl.launch.servers import listen_for_servers
 
-    for note in [*resolved.notes, *config_notes(config)]:
+    for note in [*notes, *config_notes(config)]:
         print(f"note: {note}", file=sys.stderr)
     for note in refuse(facts_of_train(config)):
         print(f"note: {note}", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,6 @@ CONFIG_FILE = "config.yaml"
 AUTO = "resume=auto"
 """Override that goes on with the run in `run_dir` if there is one, and starts it if there is none: a requeued job's
 command line is the one that started the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A command line without ``resume=auto``."""
-
-    overrides: list[str]
-    """Overrides in the order given; of a run that goes on ``resume=RUN_DIR`` first."""
-    notes: list[str] = field(default_factory=list)
-    """Lines for the user: keys that keep the run's value although the recipe has another one."""
 
 
 def load_config(
@@ -114,17 +103,23 @@ def stored_run(overrides: Sequence[str]) -> RunConfig | None:
     return load_resolved(stored) if stored is not None and stored.exists() else None
 
 
-def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
+def resolve_auto(
+    overrides: Sequence[str], *, command: str, config_dir: Path | None = None
+) -> tuple[list[str], list[str]]:
     """Returns the overrides of a command line with ``resume=RUN_DIR``, or nothing, in place of ``resume=auto``.
 
     Keys of the command line that are as the run has them are left away. The others stay, so that the rules of a run
     that goes on apply to them.
 
+    Returns:
+        The overrides in the order given, of a run that goes on ``resume=RUN_DIR`` first; and lines for the user: keys
+        that keep the run's value although the recipe has another one.
+
     Raises:
         ConfigError: there is no `run_dir=`, or groups and recipe are those of another run.
     """
     if AUTO not in overrides or command not in ("train", "sft"):
-        return Resolved(list(overrides))
+        return list(overrides), []
     split_resume(overrides)
     given = {parse_override(text).key: text for text in overrides if text != AUTO}
     if "run_dir" not in given:
@@ -139,22 +134,22 @@ def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | N
     known = None if before is None else before.model
     config = load_config(rest, command=command, config_dir=config_dir, known_model=known)
     if before is None:
-        return Resolved(rest)
-    found = Resolved([f"resume={config.run_dir}"])
+        return rest, []
+    found, notes = [f"resume={config.run_dir}"], list[str]()
     for change in changed_keys(before, config):
         if change.key in ("run_dir", COMMAND_KEY):
             continue
         if change.key == "model.path" and config.model.hub is not None and config.model.commit == before.model.commit:
             continue  # the same model of the hub, in another cache
         if change.key in given:
-            found.overrides.append(given[change.key])
+            found.append(given[change.key])
         elif reason_against(change.key, command) is None:
             stays, says = json.dumps(change.old), json.dumps(change.new)
-            found.notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
+            notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
         else:
             text = f"{change.key}={json.dumps(change.new)}"
             check_may_change(change.key, text, command, config.run_dir)
-    return found
+    return found, notes
 
 
 def refuse_taken_run_dir(config: RunConfig) -> None:

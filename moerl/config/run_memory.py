@@ -167,10 +167,11 @@ def check_shared_device(config: RunConfig, gpu_bytes: int) -> None:
             raise _unfit(config, place)
 
 
-def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns the error if the fullest host is too small for the run; None if it is not, or if that is not known."""
+def check_host(config: RunConfig, machine: Machine) -> None:
+    """Raises `ConfigError` if the fullest host is too small for the run, as far as that is known."""
     host = places(config, machine)[-1]
-    return None if host.fits else _unfit(config, host)
+    if not host.fits:
+        raise _unfit(config, host)
 
 
 def gib(num_bytes: float) -> str:

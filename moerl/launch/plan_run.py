@@ -106,7 +106,11 @@ def plan_run(
             f"costs of {calibration.num_steps} steps of {run_dir}: {calibration.step_seconds:.2f} s a step as measured,"
             f" lengths of {len(calibration.episodes)} responses in its dumps{_measured_turns(calibration)}"
         )
-    console.print(_parts(costs))
+    console.print(
+        f"one token: {1e3 * costs.decode_step:.3g} ms and {1e3 * costs.decode_row:.3g} ms per response; a prompt:"
+        f" {1e3 * costs.prefill_row:.3g} ms; training: {costs.train_step:.3g} s and {1e3 * costs.train_token:.3g} ms"
+        f" per token; weights: {costs.publish:.3g} s"
+    )
     console.print(_table(config, fleet, costs, lambda: _episodes(config, calibration, workload), console))
     return 0
 
@@ -206,14 +210,6 @@ def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: S
             if workload.turns > 1
             else ""
         )
-    )
-
-
-def _parts(costs: StepCosts) -> str:
-    return (
-        f"one token: {1e3 * costs.decode_step:.3g} ms and {1e3 * costs.decode_row:.3g} ms per response; a prompt:"
-        f" {1e3 * costs.prefill_row:.3g} ms; training: {costs.train_step:.3g} s and {1e3 * costs.train_token:.3g} ms"
-        f" per token; weights: {costs.publish:.3g} s"
     )
 
 

@@ -123,7 +123,11 @@ def state_lines(state: str, size: Size) -> list[str]:
 def _state(snapshot: Snapshot, steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
     lines = state_lines(snapshot.state, size)
     if not steps:
-        return [*lines, *_line("step", _before_training(snapshot.rows), size)]
+        stage = snapshot.rows[-1]["stage"] if snapshot.rows else ""
+        begun = (
+            f"{STAGE_TITLES.get(stage, stage)}, step {snapshot.rows[-1]['step']}" if stage else "no step is done yet"
+        )
+        return [*lines, *_line("step", begun, size)]
     of = f" of {snapshot.steps}" if snapshot.steps else ""
     lines += _line("step", f"{steps[-1]['step']}{of}{_time_left(steps, snapshot)}", size)
     measured = [row for row in snapshot.rows if row["stage"] == "evaluation" and "accuracy/mean" in row]
@@ -142,13 +146,6 @@ def _state(snapshot: Snapshot, steps: Sequence[Mapping[str, Any]], size: Size) -
     if _SPEED in last:
         lines += _line("tokens/s", f"{last[_SPEED]:,.0f} trained per second of the last step", size)
     return lines
-
-
-def _before_training(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return "no step is done yet"
-    stage = rows[-1]["stage"]
-    return f"{STAGE_TITLES.get(stage, stage)}, step {rows[-1]['step']}"
 
 
 def _time_left(steps: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> str:

@@ -34,7 +34,11 @@ def interface_of(address: str) -> str | None:
         return LOOPBACK
     if sys.platform != "linux":
         return None
-    return _with_ipv4(wanted) if wanted.version == 4 else _with_ipv6(wanted)
+    if wanted.version == 4:
+        return _with_ipv4(wanted)
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
 
 
 def own_address(host: str, port: int) -> str:
@@ -57,9 +61,3 @@ def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
             if reply[20:24] == wanted.packed:
                 return name
     return None
-
-
-def _with_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
-    table = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)

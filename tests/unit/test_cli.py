@@ -153,7 +153,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             if overrides[0] == "-m":
                 common, swept = split_sweep(read_options(overrides[1:]).overrides)
                 overrides = [*common, *(f"{key}={values[0]}" for key, values in swept.items())]
-            overrides = resolve_auto(overrides, command=name).overrides
+            overrides, _ = resolve_auto(overrides, command=name)
             if not overrides[0].startswith("resume="):
                 load_plan(overrides) if name in cli.PLANS else load_config(overrides, command=name)
 

@@ -87,7 +87,13 @@ def launch_slurm(options: argparse.Namespace) -> int:
         _show(options, facts, job, site, script)
         return 0
     refuse_queued(job.run_dir, queued_jobs())
-    _say(job, submit(job, script))
+    number = submit(job, script)
+    goes_on = "goes on" if (job.run_dir / CONFIG_FILE).exists() else "starts"
+    print(f"job            {number}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
+    print(f"run directory  {job.run_dir}")
+    print(f"logs           {job.output.replace('%j', number)} and {job.folder}/attempt-NNN.log")
+    print(f"watch it       moerl watch {job.run_dir}")
+    print(f"end it         scancel {number}; to commit, and go on in the queue: scancel --batch --signal=USR1 {number}")
     return 0
 
 
@@ -279,12 +285,3 @@ def _roles(trainer: int, rollout: RolloutConfig, nodes: int) -> str:
     if isinstance(rollout, SGLangRolloutConfig):
         return f"node 1: the controller\n{spread}; {engines}"
     return f"node 1: the controller, {engines}\n{spread}"
-
-
-def _say(job: JobSettings, number: str) -> None:
-    goes_on = "goes on" if (job.run_dir / CONFIG_FILE).exists() else "starts"
-    print(f"job            {number}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
-    print(f"run directory  {job.run_dir}")
-    print(f"logs           {job.output.replace('%j', number)} and {job.folder}/attempt-NNN.log")
-    print(f"watch it       moerl watch {job.run_dir}")
-    print(f"end it         scancel {number}; to commit, and go on in the queue: scancel --batch --signal=USR1 {number}")

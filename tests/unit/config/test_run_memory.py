@@ -21,10 +21,10 @@ from moerl.config.run_memory import (
     HOST,
     Machine,
     MemoryPlace,
+    check_host,
     check_server,
     checkpoint_bytes,
     gpu_problem,
-    host_problem,
     places,
 )
 from moerl.config.schema import RunConfig
@@ -90,7 +90,8 @@ def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state
     assert resident is not None
     assert "rank: optimizer state" in str(resident.seen)
     config = run(tmp_path, *keys, "trainer.optimizer_offload=1.0")
-    assert (gpu_problem(config, node), host_problem(config, node)) == (None, None)
+    assert gpu_problem(config, node) is None
+    check_host(config, node)
     check_server(config, node)
     host = held(places(config, node)[-1])
     assert host["optimizer state of ranks"] == pytest.approx(12 * 30.5e9, rel=0.01)
@@ -157,14 +158,13 @@ def test_a_host_holds_checkpoints_and_copies_of_weights(tmp_path: Path) -> None:
     # Half of the ranks, each with its experts and all of the rest.
     gathered = host.at("training") - host.at("sampling")
     assert gathered == found["state gathered for a checkpoint"] > 8 * 12 * 30.5e9 / 8
-    assert host_problem(config, H100S) is None
-    problem = host_problem(config, Machine(80 * GIB, 8, 2, 256 * GIB))
-    assert problem is not None
-    assert "checkpoint being written" in str(problem.seen)
+    check_host(config, H100S)
+    with pytest.raises(ConfigError, match="seen: .*checkpoint being written"):
+        check_host(config, Machine(80 * GIB, 8, 2, 256 * GIB))
 
 
 def test_a_host_whose_memory_is_not_known_is_not_compared(tmp_path: Path) -> None:
-    assert host_problem(run(tmp_path), Machine(80 * GIB, 8)) is None
+    check_host(run(tmp_path), Machine(80 * GIB, 8))
 
 
 def test_on_cpus_hosts_hold_ranks_and_engines() -> None:
