@@ -123,10 +123,10 @@ def state_lines(state: str, size: Size) -> list[str]:
 def _state(snapshot: Snapshot, steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
     lines = state_lines(snapshot.state, size)
     if not steps:
-        stage = snapshot.rows[-1]["stage"] if snapshot.rows else ""
-        begun = (
-            f"{STAGE_TITLES.get(stage, stage)}, step {snapshot.rows[-1]['step']}" if stage else "no step is done yet"
-        )
+        begun = "no step is done yet"
+        if snapshot.rows:
+            stage, step = snapshot.rows[-1]["stage"], snapshot.rows[-1]["step"]
+            begun = f"{STAGE_TITLES.get(stage, stage)}, step {step}"
         return [*lines, *_line("step", begun, size)]
     of = f" of {snapshot.steps}" if snapshot.steps else ""
     lines += _line("step", f"{steps[-1]['step']}{of}{_time_left(steps, snapshot)}", size)

@@ -159,7 +159,7 @@ def test_a_host_holds_checkpoints_and_copies_of_weights(tmp_path: Path) -> None:
     gathered = host.at("training") - host.at("sampling")
     assert gathered == found["state gathered for a checkpoint"] > 8 * 12 * 30.5e9 / 8
     check_host(config, H100S)
-    with pytest.raises(ConfigError, match="seen: .*checkpoint being written"):
+    with pytest.raises(ConfigError, match=r"seen: .*checkpoint being written"):
         check_host(config, Machine(80 * GIB, 8, 2, 256 * GIB))
 
 
