@@ -328,7 +328,7 @@ def _verify(arguments: list[str]) -> int:
 
     dump_files(dump := options.dump.resolve())
     model = model_directory(options.model, "--model")
-    check_verify(dump, model)
+    check_verify(model)
     before_cuda("off")
     from moerl.offline.verify import run_verify
 

@@ -96,7 +96,9 @@ def screen(snapshot: Snapshot, size: Size) -> list[str]:
     top = [*_state(snapshot, steps, size), *(alerts or _line("alerts", "no alerts", size))]
     if not steps:
         return top
-    legend, table = _legend(steps, size), _mismatch_table(steps, size)
+    words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
+    legend = ["", *_wrapped("; ".join(words), size, "")] if words else []
+    table = _mismatch_table(steps, size)
     room = SHOWN_ROWS if size.lines is None else size.lines - len(top) - len(legend) - 2
     # A low terminal shows the newest steps rather than the table.
     table = table if size.lines is None or room >= len(table) + _LEAST_ROWS else []
@@ -181,12 +183,6 @@ def _mismatch_table(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]
     title = f"mismatch at step {row['step']}, in nats, if the trainer used"
     body = [f"  {SCORERS[scorer]:<42}{row[name]:>9.1e}" for scorer, name in names.items()]
     return ["", title, *body, *_wrapped(_TABLE_LEGEND, size, "")]
-
-
-def _legend(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """Returns the meaning of the words of the table of steps."""
-    words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
-    return ["", *_wrapped("; ".join(words), size, "")] if words else []
 
 
 def _line(label: str, text: str, size: Size) -> list[str]:

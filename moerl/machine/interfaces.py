@@ -34,22 +34,10 @@ def interface_of(address: str) -> str | None:
         return LOOPBACK
     if sys.platform != "linux":
         return None
-    if wanted.version == 4:
-        return _with_ipv4(wanted)
-    table = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
-
-
-def own_address(host: str, port: int) -> str:
-    """Returns the address of this machine as a server at `host` sees it. Sends nothing."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
-
-
-def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
+    if wanted.version == 6:
+        table = Path("/proc/net/if_inet6")
+        rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+        return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -61,3 +49,11 @@ def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
             if reply[20:24] == wanted.packed:
                 return name
     return None
+
+
+def own_address(host: str, port: int) -> str:
+    """Returns the address of this machine as a server at `host` sees it. Sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]

@@ -9,15 +9,7 @@ from moerl.config.checks import LARGE_MODEL_PARAMETERS
 from moerl.config.ranks import RankConfig, cluster_cpus
 from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.run_memory import (
-    HOST,
-    check_host,
-    check_server,
-    checkpoint_bytes,
-    gib,
-    gpu_problem,
-    places,
-)
+from moerl.config.run_memory import HOST, check_host, check_server, checkpoint_bytes, gib, gpu_problem, places
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note, all_of

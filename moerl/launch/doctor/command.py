@@ -120,7 +120,7 @@ def _shared(options: argparse.Namespace) -> list[Check]:
         remedy = "make the folder, mount it on this node, or give one that this user may write to"
         seen = f"{options.shared}: {error.strerror or error}"
         return [Check(shared.AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)]
-    return shared.shared_checks(done)
+    return [shared.check_presence(done), shared.check_clocks(done)]
 
 
 def _runs(options: argparse.Namespace, run: Facts | None) -> Path:

@@ -122,11 +122,6 @@ def exchange(
         time.sleep(POLL_SECONDS)
 
 
-def shared_checks(done: Exchange) -> list[Check]:
-    """Returns the checks of a look: of the nodes that were seen, and of their clocks."""
-    return [check_presence(done), check_clocks(done)]
-
-
 def check_presence(done: Exchange) -> Check:
     """Checks that as many nodes as expected see the folder."""
     name = "nodes that see it"
