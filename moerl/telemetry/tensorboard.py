@@ -71,8 +71,9 @@ class TensorBoardSink:
             # TensorBoard reads the files of a folder in the order of their names.
             seconds, nanoseconds = divmod(time.time_ns(), 10**9)
             name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
-            writer = self._writers[stage] = RecordWriter((folder / name).open("xb"))
+            writer = RecordWriter((folder / name).open("xb"))
             writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            self._writers[stage] = writer
         event.wall_time = time.time()
         self._writers[stage].write(event.SerializeToString())
         # At once, in this thread: TensorBoard's own writer loses the error of a full disk in another one.
