@@ -46,4 +46,5 @@ def fault(level: Level, area: str, name: str, error: MoerlError) -> Check:
 
 def worst(checks: Iterable[Check]) -> Level:
     """Returns the worst level; green for no checks."""
-    return max((check.level for check in checks), key=LEVELS.index, default=LEVELS[0])
+    levels = [check.level for check in checks]
+    return "red" if "red" in levels else "yellow" if "yellow" in levels else "green"
