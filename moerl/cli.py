@@ -21,7 +21,7 @@ from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, CONFORMANCE, DIAGNOSE, EXPORT, REPORT, SAMPLES, VERIFY
+from moerl.config.command_texts import COMMANDS
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import PLANS, export_parser, run_help, run_parser, verify_parser
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
@@ -145,8 +145,8 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     from moerl.config.help_text import recipe_text
     from moerl.config.load import load_config, refuse_taken_run_dir, resolve_auto, split_resume
 
-    resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
-    is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
+    overrides, notes = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
+    is_auto, options.overrides = overrides != options.overrides, overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
     resume = split_resume(options.overrides)[0] is not None
     if options.show_config:
@@ -156,7 +156,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     if not resume:
         refuse_taken_run_dir(config)
         print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys), flush=True)
-    elif is_auto and resolved.goes_on_unchanged and is_finished(config.run_dir):
+    elif is_auto and len(options.overrides) == 1 and is_finished(config.run_dir):
         print(f"the run in {config.run_dir} is finished: nothing to do")
         return 0
     from moerl.config.placement import controller_address
@@ -164,7 +164,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     from moerl.launch.checks.listed import refuse
     from moerl.launch.servers import listen_for_servers
 
-    for note in [*resolved.notes, *config_notes(config)]:
+    for note in [*notes, *config_notes(config)]:
         print(f"note: {note}", file=sys.stderr)
     for note in refuse(facts_of_train(config)):
         print(f"note: {note}", file=sys.stderr)
@@ -242,7 +242,7 @@ def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def _export(arguments: list[str]) -> int:
-    options = export_parser().read(arguments, "moerl export RUN_DIR [--step N] --output DIR", EXPORT)
+    options = export_parser().read(arguments, "moerl export RUN_DIR [--step N] --output DIR")
     if options is None:
         return 0
     from moerl.config.load import check_export
@@ -257,7 +257,7 @@ def _export(arguments: list[str]) -> int:
 def _conformance(arguments: list[str]) -> int:
     from moerl.launch.conformance import USAGE, checks_of, parser, target_of
 
-    options = parser().read(arguments, USAGE, CONFORMANCE)
+    options = parser().read(arguments, USAGE)
     if options is None:
         return 0
     target, checks = target_of(options), checks_of(options.check)
@@ -287,14 +287,14 @@ def _status(arguments: list[str]) -> int:
 def _report(arguments: list[str]) -> int:
     from moerl.launch.report import USAGE, report_parser, run_report
 
-    options = report_parser().read(arguments, USAGE, REPORT)
+    options = report_parser().read(arguments, USAGE)
     return 0 if options is None else run_report(options)
 
 
 def _diagnose(arguments: list[str]) -> int:
     from moerl.launch.diagnose import USAGE, check_arguments, diagnose_parser, with_run
 
-    options = diagnose_parser().read(arguments, USAGE, DIAGNOSE)
+    options = diagnose_parser().read(arguments, USAGE)
     if options is None:
         return 0
     check_arguments(options)
@@ -315,13 +315,12 @@ def _diagnose(arguments: list[str]) -> int:
 def _samples(arguments: list[str]) -> int:
     from moerl.launch.samples import USAGE, parser, run_samples
 
-    options = parser().read(arguments, USAGE, SAMPLES)
+    options = parser().read(arguments, USAGE)
     return 0 if options is None else run_samples(options)
 
 
 def _verify(arguments: list[str]) -> int:
-    usage = "moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]"
-    options = verify_parser().read(arguments, usage, VERIFY)
+    options = verify_parser().read(arguments, "moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]")
     if options is None:
         return 0
     from moerl.config.paths import check_verify, dump_files
@@ -329,7 +328,7 @@ def _verify(arguments: list[str]) -> int:
 
     dump_files(dump := options.dump.resolve())
     model = model_directory(options.model, "--model")
-    check_verify(dump, model)
+    check_verify(model)
     before_cuda("off")
     from moerl.offline.verify import run_verify
 

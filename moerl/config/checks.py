@@ -11,12 +11,7 @@ from collections.abc import Iterable
 from moerl.config.architecture import check_model, describe_architecture, describe_model
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
-from moerl.config.rollout_checks import (
-    check_dumps,
-    check_engine,
-    check_experts_of_server,
-    check_scores,
-)
+from moerl.config.rollout_checks import check_dumps, check_engine, check_experts_of_server, check_scores
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.trackers import check_trackers

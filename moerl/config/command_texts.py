@@ -274,3 +274,12 @@ LAUNCH_SLURM = CommandText(
         "moerl launch slurm -m seed=1,2,3 sweep.dir=runs/seeds --time 1:00:00": "a job for each run, then the report",
     },
 )
+
+ON_FILES = {
+    **{"doctor": DOCTOR, "status": STATUS, "watch": WATCH, "report": REPORT},
+    **{"diagnose": DIAGNOSE, "samples": SAMPLES},
+    **{"export": EXPORT, "verify": VERIFY, "conformance": CONFORMANCE},
+}
+"""By command on files or machines, its texts."""
+TEXTS = COMMANDS | ON_FILES | {"launch slurm": LAUNCH_SLURM}
+"""By command, its texts; `serve` and `moerl sglang` have none."""

@@ -6,7 +6,6 @@ The only module that knows Hydra and OmegaConf. Torch-free; runs in the command 
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,28 +44,6 @@ class Parsed:
     """Value as Hydra reads it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SweptOverrides:
-    """Overrides of several runs."""
-
-    common: tuple[str, ...]
-    """Overrides of all runs."""
-    keys: tuple[str, ...]
-    """Keys that differ between runs, in the order given."""
-    points: tuple[tuple[str, ...], ...]
-    """By run, the texts of its values, in the order of `keys`; the last key changes first."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeValues:
-    """Groups and keys that a recipe sets."""
-
-    groups: dict[str, str]
-    """By config group, the option that the recipe takes."""
-    keys: dict[str, Any]
-    """By dotted path, the value of each key that would have another one without the recipe."""
-
-
 def compose_values(
     overrides: Sequence[str], *, config_dir: Path | None = None, stand_ins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -84,9 +61,9 @@ def compose_values(
         return _plain(composed)
 
 
-def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
-    """Returns the options that a recipe takes of config groups, and the keys that it sets beyond these and the base
-    configuration. Raises `ConfigError`."""
+def recipe_values(recipe: str, config_dir: Path | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns by config group the option that a recipe takes, and by dotted path the value of each key that would have
+    another one without the recipe. Raises `ConfigError`."""
     with _configuration_errors():
         composed = _compose([f"recipe={recipe}"], config_dir, with_hydra=True)
         choices = composed.hydra.runtime.choices
@@ -94,7 +71,7 @@ def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
         base = _compose([f"{group}={option}" for group, option in groups.items()], config_dir, recipe=False)
     without = _leaves(base)
     keys = {path: value for path, value in _leaves(composed).items() if without.get(path, ...) != value}
-    return RecipeValues(groups, {path: keys[path] for path in keys if path != "recipe" and path[:6] != "hydra."})
+    return groups, {path: keys[path] for path in keys if path != "recipe" and path[:6] != "hydra."}
 
 
 def chosen_recipe(overrides: Sequence[str]) -> str | None:
@@ -134,9 +111,9 @@ def parse_override(text: str) -> Parsed:
     return Parsed(plain, override.key_or_group, override.value())
 
 
-def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
-    """Returns the runs of a sweep, in the syntax of Hydra's basic sweeper: ``key=1,2,3``, ``key=choice(a,b)``,
-    ``key=range(1,4)``; every value of a key with every one of the others.
+def split_sweep(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Returns the overrides that all runs of a sweep have, and by other key, in the order given, the texts of its
+    values, in the syntax of Hydra's basic sweeper: ``key=1,2,3``, ``key=choice(a,b)``, ``key=range(1,4)``.
 
     Raises:
         ConfigError: an override cannot be read, a key or one of its values comes twice, or values cannot be listed.
@@ -158,7 +135,7 @@ def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
                 f"{key}: a value comes twice", seen=text, expected="values that differ", remedy="leave one away"
             )
         swept[key] = values
-    return SweptOverrides(tuple(common), tuple(swept), tuple(itertools.product(*swept.values())))
+    return common, swept
 
 
 def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:

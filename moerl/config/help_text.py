@@ -40,7 +40,8 @@ def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str
         keys: keys and sections whose groups are listed, and the recipes, in a line each; empty lists every group.
     """
     lines = ["config groups (GROUP=OPTION; an option sets many keys at once):"]
-    defaults = _default_options()
+    entries = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    defaults = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
     wanted = {"recipe", *(key.partition(".")[0] for key in keys)}
     for group, options in config_groups(config_dir).items():
         default = defaults.get(group)
@@ -115,11 +116,6 @@ def _default(key: ConfigKey, composed: dict[str, Any]) -> str:
     return _text(values)
 
 
-def _default_options() -> dict[str, str]:
-    defaults = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
-
-
 def _first_comment(group: str, option: str, config_dir: Path | None) -> str:
     """Returns the first comment line of an option's file that is not a Hydra directive; empty if there is none."""
     folders = [CONFIGS] if config_dir is None else [CONFIGS, config_dir]
@@ -147,17 +143,17 @@ def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequenc
         only: keys and sections that matter for the command; empty for all.
     """
     chosen = chosen_recipe(overrides)
-    sets = recipe_values(chosen or DEFAULT_RECIPE, config_dir)
-    default_groups = recipe_values(DEFAULT_RECIPE).groups
+    recipe_groups, recipe_keys = recipe_values(chosen or DEFAULT_RECIPE, config_dir)
+    default_groups, _ = recipe_values(DEFAULT_RECIPE)
     changed = [parsed.key for parsed in map(parse_override, overrides) if parsed.key != "recipe"]
     groups = [
         f"{group}={option}"
-        for group, option in sets.groups.items()
+        for group, option in recipe_groups.items()
         if (group in _ALWAYS_NAMED or option != default_groups[group]) and group not in changed
     ]
     keys = [
         f"{path}={_text(value)}"
-        for path, value in sets.keys.items()
+        for path, value in recipe_keys.items()
         if not _is_among(path, changed) and (not only or _is_among(path, only))
     ]
     name = chosen or f"{DEFAULT_RECIPE} (default)"

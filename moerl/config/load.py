@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,6 @@ CONFIG_FILE = "config.yaml"
 AUTO = "resume=auto"
 """Override that goes on with the run in `run_dir` if there is one, and starts it if there is none: a requeued job's
 command line is the one that started the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A command line without ``resume=auto``."""
-
-    overrides: list[str]
-    """Overrides in the order given; of a run that goes on ``resume=RUN_DIR`` first."""
-    notes: list[str] = field(default_factory=list)
-    """Lines for the user: keys that keep the run's value although the recipe has another one."""
-
-    @property
-    def goes_on_unchanged(self) -> bool:
-        """True if a run goes on and no key changes."""
-        return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
 
 
 def load_config(
@@ -119,17 +103,23 @@ def stored_run(overrides: Sequence[str]) -> RunConfig | None:
     return load_resolved(stored) if stored is not None and stored.exists() else None
 
 
-def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
+def resolve_auto(
+    overrides: Sequence[str], *, command: str, config_dir: Path | None = None
+) -> tuple[list[str], list[str]]:
     """Returns the overrides of a command line with ``resume=RUN_DIR``, or nothing, in place of ``resume=auto``.
 
     Keys of the command line that are as the run has them are left away. The others stay, so that the rules of a run
     that goes on apply to them.
 
+    Returns:
+        The overrides in the order given, of a run that goes on ``resume=RUN_DIR`` first; and lines for the user: keys
+        that keep the run's value although the recipe has another one.
+
     Raises:
         ConfigError: there is no `run_dir=`, or groups and recipe are those of another run.
     """
     if AUTO not in overrides or command not in ("train", "sft"):
-        return Resolved(list(overrides))
+        return list(overrides), []
     split_resume(overrides)
     given = {parse_override(text).key: text for text in overrides if text != AUTO}
     if "run_dir" not in given:
@@ -144,22 +134,22 @@ def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | N
     known = None if before is None else before.model
     config = load_config(rest, command=command, config_dir=config_dir, known_model=known)
     if before is None:
-        return Resolved(rest)
-    found = Resolved([f"resume={config.run_dir}"])
+        return rest, []
+    found, notes = [f"resume={config.run_dir}"], list[str]()
     for change in changed_keys(before, config):
         if change.key in ("run_dir", COMMAND_KEY):
             continue
         if change.key == "model.path" and config.model.hub is not None and config.model.commit == before.model.commit:
             continue  # the same model of the hub, in another cache
         if change.key in given:
-            found.overrides.append(given[change.key])
+            found.append(given[change.key])
         elif reason_against(change.key, command) is None:
             stays, says = json.dumps(change.old), json.dumps(change.new)
-            found.notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
+            notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
         else:
             text = f"{change.key}={json.dumps(change.new)}"
             check_may_change(change.key, text, command, config.run_dir)
-    return found
+    return found, notes
 
 
 def refuse_taken_run_dir(config: RunConfig) -> None:
@@ -219,7 +209,7 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
             section = section[parent]
         section[name] = parsed.value
     values["run_dir"] = str(run_dir)
-    config = _with_hub_model(_with_absolute_paths(_validate(values)), values)
+    config = _with_hub_model(_absolute(_validate(values)), values)
     check_command(config, command)
     return config
 
@@ -254,7 +244,7 @@ def _validated(values: dict[str, Any], command: str) -> RunConfig:
         values["run_dir"] = f"runs/{prefix}{values.get('recipe')}-seed{values.get('seed')}-{now}"
     if COMMAND_KEY in values:
         raise unknown_key(COMMAND_KEY)
-    return _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
+    return _absolute(_validate({COMMAND_KEY: command, **values}))
 
 
 def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
@@ -271,15 +261,8 @@ def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None
     )
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
-    for name, section in (("model", config.model), ("task", config.task), ("rollout", config.rollout)):
-        changed[name] = section.model_copy(update={key: _absolute(value) for key, value in section})
-    changed["scorers"] = _absolute(config.scorers)
-    return config.model_copy(update=changed)
-
-
 def _absolute(value: Any) -> Any:
+    """Returns a value of a configuration with all paths in it made absolute."""
     if isinstance(value, list):
         return [_absolute(item) for item in value]
     if isinstance(value, dict):

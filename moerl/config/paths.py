@@ -7,9 +7,8 @@ from pathlib import Path
 from moerl.errors import ConfigError
 
 
-def check_verify(dump: Path, model: Path) -> None:
-    """Raises `ConfigError` if there are no rollouts, or no model, to compare."""
-    dump_files(dump)
+def check_verify(model: Path) -> None:
+    """Raises `ConfigError` if there is no model to compare rollouts with."""
     if not (model / "config.json").is_file():
         raise ConfigError(
             "--model: not a Hugging Face model directory",

@@ -137,7 +137,7 @@ def check_experts_of_server(rollout: RolloutConfig, sizes: ModelDescription | No
         )
 
 
-def check_nodes_of_servers(rollout: RolloutConfig, *, ranks: int, gpus_per_node: int, nodes: int | None) -> None:
+def check_nodes_of_servers(rollout: SGLangRolloutConfig, *, ranks: int, gpus_per_node: int, nodes: int | None) -> None:
     """Checks that each server of a run finds its GPUs on one node; in a colocated run they are GPUs of trainer ranks.
 
     Ranks of the trainer fill nodes one after another.
@@ -149,8 +149,6 @@ def check_nodes_of_servers(rollout: RolloutConfig, *, ranks: int, gpus_per_node:
     Raises:
         ConfigError: a server would be on two nodes.
     """
-    if not isinstance(rollout, SGLangRolloutConfig):
-        return
     if rollout.tensor > gpus_per_node:
         raise ConfigError(
             "rollout.tensor: more ranks of a server than GPUs of a node; they are all on one",

@@ -94,16 +94,6 @@ class MemoryPlace:
         return self.room_bytes is None or self.peak_bytes <= USABLE_SHARE * self.room_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A thing that a run does less of than it is asked to, and what would change that."""
-
-    seen: str
-    """Text with numbers: what the run does less of."""
-    remedy: str
-    """Keys that would change that."""
-
-
 def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
     """Returns the fullest GPU of each kind, and the fullest host as the last one."""
     sizes = describe_model(config.model)
@@ -177,32 +167,11 @@ def check_shared_device(config: RunConfig, gpu_bytes: int) -> None:
             raise _unfit(config, place)
 
 
-def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns the error if the fullest host is too small for the run; None if it is not, or if that is not known."""
+def check_host(config: RunConfig, machine: Machine) -> None:
+    """Raises `ConfigError` if the fullest host is too small for the run, as far as that is known."""
     host = places(config, machine)[-1]
-    return None if host.fits else _unfit(config, host)
-
-
-def concurrency_limit(config: RunConfig, machine: Machine) -> Limit | None:
-    """Returns why a server works on fewer of the longest sequences than `rollout.max_running`; None if it does not."""
-    rollout = config.rollout
-    if not isinstance(rollout, SGLangRolloutConfig):
-        return None
-    engine = _engine(config, describe_model(config.model))
-    tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
-    holds = tokens // engine.longest
-    if holds >= engine.side_by_side:
-        return None
-    on_gpus = machine.gpu_bytes is not None
-    keys = ["rollout.tensor"] * on_gpus
-    keys += ["rollout.memory_share"] * (on_gpus and rollout.memory_share is not None)
-    keys += ["rollout.max_pool_tokens"] * (not on_gpus or rollout.max_pool_tokens is not None)
-    return Limit(
-        f"the cache of a server holds {tokens:,} tokens, {holds} sequences of the longest ({engine.longest:,} tokens);"
-        f" rollout.max_running asks for {engine.side_by_side}. While responses are that long the others wait, or are"
-        " computed again",
-        f"raise {', '.join(keys)}, or set rollout.max_running={max(1, holds)}; nothing is needed if most are shorter",
-    )
+    if not host.fits:
+        raise _unfit(config, host)
 
 
 def gib(num_bytes: float) -> str:
@@ -348,29 +317,47 @@ def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:
     )
 
 
-def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
-    """Returns why a server could not finish one response of the greatest length; None if it could."""
+def check_server(config: RunConfig, machine: Machine) -> tuple[str, str] | None:
+    """Checks that a server that the run starts can finish one response of the greatest length.
+
+    Returns:
+        If a server works on fewer of the longest sequences than `rollout.max_running`: why, and what would change that.
+
+    Raises:
+        ConfigError: the server could not.
+    """
     rollout = config.rollout
-    if not isinstance(rollout, SGLangRolloutConfig):
-        return None
+    assert isinstance(rollout, SGLangRolloutConfig)
     engine = _engine(config, describe_model(config.model))
     tokens, least = pool_tokens(rollout, engine, machine.gpu_bytes), rollout.max_new_tokens + 1
-    if tokens >= least:
-        return None
-    if machine.gpu_bytes is None or (rollout.max_pool_tokens is not None and rollout.max_pool_tokens < least):
-        return ConfigError(
-            "rollout.max_pool_tokens: the pool of a server does not hold one response and its prompt",
-            seen=tokens,
-            expected=f"> rollout.max_new_tokens = {rollout.max_new_tokens}, and room for the prompt",
-            remedy=f"set rollout.max_pool_tokens={engine.longest} or more, or lower rollout.max_new_tokens",
+    if tokens < least:
+        if machine.gpu_bytes is None or (rollout.max_pool_tokens is not None and rollout.max_pool_tokens < least):
+            raise ConfigError(
+                "rollout.max_pool_tokens: the pool of a server does not hold one response and its prompt",
+                seen=tokens,
+                expected=f"> rollout.max_new_tokens = {rollout.max_new_tokens}, and room for the prompt",
+                remedy=f"set rollout.max_pool_tokens={engine.longest} or more, or lower rollout.max_new_tokens",
+            )
+        share = server_share(rollout)
+        raise ConfigError(
+            "rollout.tensor: the weights of a server and the cache of one response do not fit its share of a GPU",
+            seen=f"weights {gib(engine.weights_bytes)}, cache of {least} tokens {gib(least * engine.token_bytes)}",
+            expected=f"at most {gib(share * machine.gpu_bytes)}, {share:.0%} of {gib(machine.gpu_bytes)}",
+            remedy=f"raise rollout.tensor, now {rollout.tensor}"
+            + ("" if rollout.memory_share is None else f", or rollout.memory_share, now {rollout.memory_share:g}"),
         )
-    share = server_share(rollout)
-    return ConfigError(
-        "rollout.tensor: the weights of a server and the cache of one response do not fit its share of a GPU",
-        seen=f"weights {gib(engine.weights_bytes)}, cache of {least} tokens {gib(least * engine.token_bytes)}",
-        expected=f"at most {gib(share * machine.gpu_bytes)}, {share:.0%} of {gib(machine.gpu_bytes)}",
-        remedy=f"raise rollout.tensor, now {rollout.tensor}"
-        + ("" if rollout.memory_share is None else f", or rollout.memory_share, now {rollout.memory_share:g}"),
+    holds = tokens // engine.longest
+    if holds >= engine.side_by_side:
+        return None
+    on_gpus = machine.gpu_bytes is not None
+    keys = ["rollout.tensor"] * on_gpus
+    keys += ["rollout.memory_share"] * (on_gpus and rollout.memory_share is not None)
+    keys += ["rollout.max_pool_tokens"] * (not on_gpus or rollout.max_pool_tokens is not None)
+    return (
+        f"the cache of a server holds {tokens:,} tokens, {holds} sequences of the longest ({engine.longest:,} tokens);"
+        f" rollout.max_running asks for {engine.side_by_side}. While responses are that long the others wait, or are"
+        " computed again",
+        f"raise {', '.join(keys)}, or set rollout.max_running={max(1, holds)}; nothing is needed if most are shorter",
     )
 
 

@@ -12,8 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
-from moerl.config.episodes import EpisodeConfig
-from moerl.config.rollouts import RolloutConfig
+from moerl.config.rollouts import EpisodeConfig, RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS

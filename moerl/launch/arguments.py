@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moerl.config.command_texts import COMMANDS, CommandText
+from moerl.config.command_texts import TEXTS
 from moerl.config.foreign_keys import counterpart
 from moerl.errors import ConfigError
 
@@ -28,15 +28,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, *, takes_keys: bool = False) -> None:
         super().__init__(prog=f"moerl {command}", add_help=False)
-        self._takes_keys = takes_keys
+        self._command, self._takes_keys = command, takes_keys
         if takes_keys:
             self.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
 
-    def read(self, arguments: Sequence[str], usage: str, about: CommandText) -> argparse.Namespace | None:
+    def read(self, arguments: Sequence[str], usage: str) -> argparse.Namespace | None:
         """Reads the command line of a command that reads no configuration. If it asks for help, prints the help and
         returns None."""
         self.add_common_options()
         if asks_for_help(arguments):
+            about = TEXTS[self._command]
             text = f"{self.prog}: {about.summary}.\n\n{about.text}\n\n{examples_text(about.examples)}"
             print(f"usage: {usage}\n\n{text}\n\n{options_text(self)}")
             return None
@@ -157,7 +158,7 @@ def run_help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
     of a first run."""
     from moerl.config.help_text import RESUME_TEXT, first_keys_text, groups_text, keys_text
 
-    about = COMMANDS[command]
+    about = TEXTS[command]
     usage = f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]"
     head = f"moerl {command}: {about.summary}."
     options = options_text(run_parser(command))

@@ -17,13 +17,7 @@ SGLANG = {
 
 LAUNCH = {"launch slurm": texts.LAUNCH_SLURM.summary}
 
-
-_ON_FILES = {
-    **{"doctor": texts.DOCTOR, "status": texts.STATUS, "watch": texts.WATCH, "report": texts.REPORT},
-    **{"diagnose": texts.DIAGNOSE, "samples": texts.SAMPLES},
-    **{"export": texts.EXPORT, "verify": texts.VERIFY, "conformance": texts.CONFORMANCE},
-}
-SUMMARIES = {name: command.summary for name, command in (texts.COMMANDS | _ON_FILES).items()} | SGLANG | LAUNCH
+SUMMARIES = {name: command.summary for name, command in (texts.COMMANDS | texts.ON_FILES).items()} | SGLANG | LAUNCH
 """Text on what each command does, in a line, by the command's name."""
 
 

@@ -23,7 +23,7 @@ from moerl.config.architecture import describe_model
 from moerl.config.engine_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.config.rollout_checks import require_engine
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.run_memory import GIB, Machine, server_problem
+from moerl.config.run_memory import GIB, Machine, check_server
 from moerl.config.schema import RunConfig
 from moerl.launch.calibration import Calibration, calibrate, computes_again, fleet_of
 from moerl.launch.plan_weights import PlannedUpdate
@@ -106,7 +106,11 @@ def plan_run(
             f"costs of {calibration.num_steps} steps of {run_dir}: {calibration.step_seconds:.2f} s a step as measured,"
             f" lengths of {len(calibration.episodes)} responses in its dumps{_measured_turns(calibration)}"
         )
-    console.print(_parts(costs))
+    console.print(
+        f"one token: {1e3 * costs.decode_step:.3g} ms and {1e3 * costs.decode_row:.3g} ms per response; a prompt:"
+        f" {1e3 * costs.prefill_row:.3g} ms; training: {costs.train_step:.3g} s and {1e3 * costs.train_token:.3g} ms"
+        f" per token; weights: {costs.publish:.3g} s"
+    )
     console.print(_table(config, fleet, costs, lambda: _episodes(config, calibration, workload), console))
     return 0
 
@@ -135,9 +139,7 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedF
     if not isinstance(rollout, SGLangRolloutConfig):
         return fleet
     machine = Machine(device.memory_gib * GIB)
-    problem = server_problem(config, machine)
-    if problem is not None:
-        raise problem
+    check_server(config, machine)
     engine = engine_needs(rollout, config.trainer, config.task, describe_model(config.model))
     tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
     return replace(fleet, max_running=min(fleet.max_running, max(1, int(tokens / row_tokens))))
@@ -208,14 +210,6 @@ def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: S
             if workload.turns > 1
             else ""
         )
-    )
-
-
-def _parts(costs: StepCosts) -> str:
-    return (
-        f"one token: {1e3 * costs.decode_step:.3g} ms and {1e3 * costs.decode_row:.3g} ms per response; a prompt:"
-        f" {1e3 * costs.prefill_row:.3g} ms; training: {costs.train_step:.3g} s and {1e3 * costs.train_token:.3g} ms"
-        f" per token; weights: {costs.publish:.3g} s"
     )
 
 

@@ -117,7 +117,10 @@ def _try(run_dir: Path) -> int | None:
             _check_ours(path, path.lstat())
         raise
     with undoing(lambda: os.close(descriptor)):
-        _close_to_others(descriptor, path)
+        status = os.fstat(descriptor)
+        _check_ours(path, status)
+        if status.st_mode & 0o077:  # an older run left it open to others
+            os.fchmod(descriptor, 0o600)
         is_ours = _lock(descriptor, path) and _is_still_there(descriptor, path)
         if is_ours:
             os.ftruncate(descriptor, 0)
@@ -126,14 +129,6 @@ def _try(run_dir: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _close_to_others(descriptor: int, path: Path) -> None:
-    """Refuses a file that is not ours; removes the rights of others from a file of ours that an older run left."""
-    status = os.fstat(descriptor)
-    _check_ours(path, status)
-    if status.st_mode & 0o077:
-        os.fchmod(descriptor, 0o600)
 
 
 def _check_ours(path: Path, status: os.stat_result) -> None:

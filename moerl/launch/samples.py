@@ -78,7 +78,10 @@ def run_samples(options: argparse.Namespace) -> int:
 def _show(title: str, episode: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not is_conversation(episode):
         for row in episode:
-            print(_text(title, row))
+            head = _head(title, row, f"{row.get('num_sampled')} tokens, {row.get('finish_reason')}")
+            print(f"\n{printable(head)}")
+            print(_indented("prompt", row.get("prompt")))
+            print(_indented("response", row.get("text")))
         return
     sampled = sum(row["num_sampled"] for row in episode)
     turns = sum(max((span["turn"] for span in row[SPANS]), default=0) for row in episode)
@@ -135,13 +138,6 @@ def _set_of(row: dict[str, Any]) -> str:
 def _head(title: str, row: Mapping[str, Any], about: str) -> str:
     values = "  ".join(f"{name} {value:g}" for name, value in rewards_of(row).items())
     return f"--- {title}: {row.get('prompt_id')}  {values}  ({about})"
-
-
-def _text(title: str, row: Mapping[str, Any]) -> str:
-    head = _head(title, row, f"{row.get('num_sampled')} tokens, {row.get('finish_reason')}")
-    return "\n".join(
-        ["", printable(head), _indented("prompt", row.get("prompt")), _indented("response", row.get("text"))]
-    )
 
 
 def _indented(title: str, text: object) -> str:

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
-from moerl.config.command_texts import STATUS
 from moerl.config.load import CONFIG_FILE
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ConfigError, MoerlError
@@ -20,7 +19,7 @@ def status(arguments: list[str]) -> int:
     """Runs the command; returns exit status 0. Raises as `run_status`."""
     parser = Parser("status")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    options = parser.read(arguments, "moerl status RUN_DIR", STATUS)
+    options = parser.read(arguments, "moerl status RUN_DIR")
     return 0 if options is None else run_status(options.run_dir.resolve())
 
 
@@ -40,7 +39,16 @@ def run_status(run_dir: Path) -> int:
     if not ledger_file.exists():
         print("rollouts       no step of reinforcement learning is done yet")
         return 0
-    ledger, step, steps = _read(ledger_file)
+    try:
+        stored = read_json(ledger_file)
+        ledger, step, steps = Ledger.restored(stored), int(stored["step"]), int(stored["steps"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MoerlError(
+            f"status: {ledger_file} cannot be read",
+            seen=f"{type(error).__name__}: {error}",
+            expected="what a run wrote",
+            remedy="the checkpoints hold ledgers of their own: resume the run, and it is written again",
+        ) from error
     print(f"step           {step} of {steps}, done {time.time() - ledger_file.stat().st_mtime:.0f} s ago")
     print(f"rollouts       {ledger.issued} asked for")
     for name, count, reasons in (
@@ -72,17 +80,3 @@ def state_of(run_dir: Path) -> str:
     if held_by:
         return f"running, {held_by}"
     return "finished" if (run_dir / SUMMARY_FILE).exists() else f"stopped; go on with `moerl train resume={run_dir}`"
-
-
-def _read(path: Path) -> tuple[Ledger, int, int]:
-    """Returns the ledger, the steps that are done, and those that are planned."""
-    try:
-        stored = read_json(path)
-        return Ledger.restored(stored), int(stored["step"]), int(stored["steps"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MoerlError(
-            f"status: {path} cannot be read",
-            seen=f"{type(error).__name__}: {error}",
-            expected="what a run wrote",
-            remedy="the checkpoints hold ledgers of their own: resume the run, and it is written again",
-        ) from error

@@ -12,7 +12,6 @@ from rich.live import Live
 from rich.text import Text
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
-from moerl.config.command_texts import WATCH
 from moerl.diagnostics.alerts import Announcer, active_alerts
 from moerl.errors import MoerlError
 from moerl.launch.arguments import Parser
@@ -35,7 +34,7 @@ def watch(arguments: list[str]) -> int:
     parser = Parser("watch")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--once", action="store_true", help="print what is known now, and end")
-    options = parser.read(arguments, "moerl watch RUN_DIR [--once]", WATCH)
+    options = parser.read(arguments, "moerl watch RUN_DIR [--once]")
     if options is None:
         return 0
     return run_watch(options.run_dir.resolve(), Console(), once=options.once)

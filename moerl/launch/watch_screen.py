@@ -92,11 +92,13 @@ def screen(snapshot: Snapshot, size: Size) -> list[str]:
     """Returns the state of a run, its alerts, its last steps and the legend, line by line. No line is wider than the
     terminal, unless a single word is."""
     steps = steps_of(snapshot.rows)
-    alerts = active_alerts(snapshot.rows)
-    top = [*_state(snapshot, steps, size), *_alerts([f"ALERT: {alert}" for alert in alerts], size)]
+    alerts = [line for alert in active_alerts(snapshot.rows) for line in _wrapped(f"ALERT: {alert}", size, "  ")]
+    top = [*_state(snapshot, steps, size), *(alerts or _line("alerts", "no alerts", size))]
     if not steps:
         return top
-    legend, table = _legend(steps, size), _mismatch_table(steps, size)
+    words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
+    legend = ["", *_wrapped("; ".join(words), size, "")] if words else []
+    table = _mismatch_table(steps, size)
     room = SHOWN_ROWS if size.lines is None else size.lines - len(top) - len(legend) - 2
     # A low terminal shows the newest steps rather than the table.
     table = table if size.lines is None or room >= len(table) + _LEAST_ROWS else []
@@ -123,10 +125,17 @@ def state_lines(state: str, size: Size) -> list[str]:
 def _state(snapshot: Snapshot, steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
     lines = state_lines(snapshot.state, size)
     if not steps:
-        return [*lines, *_line("step", _before_training(snapshot.rows), size)]
+        begun = "no step is done yet"
+        if snapshot.rows:
+            stage, step = snapshot.rows[-1]["stage"], snapshot.rows[-1]["step"]
+            begun = f"{STAGE_TITLES.get(stage, stage)}, step {step}"
+        return [*lines, *_line("step", begun, size)]
     of = f" of {snapshot.steps}" if snapshot.steps else ""
     lines += _line("step", f"{steps[-1]['step']}{of}{_time_left(steps, snapshot)}", size)
-    lines += _accuracy(snapshot.rows, size)
+    measured = [row for row in snapshot.rows if row["stage"] == "evaluation" and "accuracy/mean" in row]
+    if measured:
+        where = f"of the development problems are right after step {measured[-1]['step']}"
+        lines += _line("accuracy", f"{measured[-1]['accuracy/mean']:.1%} {where}", size)
     if snapshot.ledger is not None:
         ledger = snapshot.ledger
         counts = (
@@ -141,21 +150,6 @@ def _state(snapshot: Snapshot, steps: Sequence[Mapping[str, Any]], size: Size) -
     return lines
 
 
-def _before_training(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return "no step is done yet"
-    stage = rows[-1]["stage"]
-    return f"{STAGE_TITLES.get(stage, stage)}, step {rows[-1]['step']}"
-
-
-def _accuracy(rows: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    measured = [row for row in rows if row["stage"] == "evaluation" and "accuracy/mean" in row]
-    if not measured:
-        return []
-    where = f"of the development problems are right after step {measured[-1]['step']}"
-    return _line("accuracy", f"{measured[-1]['accuracy/mean']:.1%} {where}", size)
-
-
 def _time_left(steps: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> str:
     seconds = [row["seconds/step"] for row in steps[-_PACE_ROWS:] if "seconds/step" in row]
     left = snapshot.steps - steps[-1]["step"]
@@ -163,11 +157,6 @@ def _time_left(steps: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> str:
         return ""
     each = median(seconds)
     return f", {duration_text(each)} each, {duration_text(math.ceil(each * left))} left"
-
-
-def _alerts(alerts: Sequence[str], size: Size) -> list[str]:
-    wrapped = [line for alert in alerts for line in _wrapped(alert, size, "  ")]
-    return wrapped or _line("alerts", "no alerts", size)
 
 
 def _table(shown: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -194,12 +183,6 @@ def _mismatch_table(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]
     title = f"mismatch at step {row['step']}, in nats, if the trainer used"
     body = [f"  {SCORERS[scorer]:<42}{row[name]:>9.1e}" for scorer, name in names.items()]
     return ["", title, *body, *_wrapped(_TABLE_LEGEND, size, "")]
-
-
-def _legend(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """Returns the meaning of the words of the table of steps."""
-    words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
-    return ["", *_wrapped("; ".join(words), size, "")] if words else []
 
 
 def _line(label: str, text: str, size: Size) -> list[str]:

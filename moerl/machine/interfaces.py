@@ -34,18 +34,10 @@ def interface_of(address: str) -> str | None:
         return LOOPBACK
     if sys.platform != "linux":
         return None
-    return _with_ipv4(wanted) if wanted.version == 4 else _with_ipv6(wanted)
-
-
-def own_address(host: str, port: int) -> str:
-    """Returns the address of this machine as a server at `host` sees it. Sends nothing."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
-
-
-def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
+    if wanted.version == 6:
+        table = Path("/proc/net/if_inet6")
+        rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+        return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -59,7 +51,9 @@ def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
     return None
 
 
-def _with_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
-    table = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
+def own_address(host: str, port: int) -> str:
+    """Returns the address of this machine as a server at `host` sees it. Sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]

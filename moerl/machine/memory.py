@@ -167,14 +167,17 @@ def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
 def _activation_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """Returns the bytes that a stage keeps between forward and backward, and those of the one block that it works out
     again at a time."""
-    layers, moe = dims.layers_of_stage(sizes.num_layers, stage), set(sizes.moe_layers)
-    kept = sum(_kept_by_layer(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
-    again = 0
-    if needs.recompute == "selective" and moe & set(layers):
-        again = _mlp_bytes(sizes, dims, needs, is_moe=True)
-    elif needs.recompute == "full":
-        again = max(_layer_bytes(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
-    return math.ceil(kept * _chunks_in_flight(dims, stage) / dims.virtual_pipeline) + again
+    moe = set(sizes.moe_layers)
+    are_moe = [layer in moe for layer in dims.layers_of_stage(sizes.num_layers, stage)]
+    layer_input = _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
+    norms_and_attention = 4 * layer_input + _attention_bytes(sizes, dims, needs)
+    mlp = {is_moe: _mlp_bytes(sizes, dims, needs, is_moe=is_moe) for is_moe in set(are_moe)}
+    kept, again = [norms_and_attention + mlp[is_moe] for is_moe in are_moe], 0
+    if needs.recompute == "full":
+        kept, again = [layer_input] * len(kept), max(kept)
+    elif needs.recompute == "selective" and True in mlp:
+        kept, again = [norms_and_attention + (0 if is_moe else mlp[is_moe]) for is_moe in are_moe], mlp[True]
+    return math.ceil(sum(kept) * _chunks_in_flight(dims, stage) / dims.virtual_pipeline) + again
 
 
 def _chunks_in_flight(dims: ParallelDims, stage: int) -> int:
@@ -183,19 +186,6 @@ def _chunks_in_flight(dims: ParallelDims, stage: int) -> int:
     if dims.virtual_pipeline == 1:
         return behind + 1
     return 2 * behind + (dims.virtual_pipeline - 1) * dims.pipeline + 1
-
-
-def _kept_by_layer(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
-    if needs.recompute == "full":
-        return _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
-    if needs.recompute == "selective" and is_moe:
-        return _layer_bytes(sizes, dims, needs, is_moe=True) - _mlp_bytes(sizes, dims, needs, is_moe=True)
-    return _layer_bytes(sizes, dims, needs, is_moe=is_moe)
-
-
-def _layer_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
-    norms = 4 * _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
-    return norms + _attention_bytes(sizes, dims, needs) + _mlp_bytes(sizes, dims, needs, is_moe=is_moe)
 
 
 def _attention_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moerl.buffer.turns import TurnMemory
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 from moerl.contract.episodes import EpisodeTask
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, StreamingEngine

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.buffer.turns import TurnMemory
-from moerl.config.episodes import EpisodeConfig
-from moerl.config.rollouts import RolloutConfig
+from moerl.config.rollouts import EpisodeConfig, RolloutConfig
 from moerl.config.schema import EvaluationConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.episodes import EpisodeTask

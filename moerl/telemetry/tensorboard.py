@@ -66,18 +66,15 @@ class TensorBoardSink:
 
     def _add(self, stage: str, event: Event) -> None:
         if stage not in self._writers:
-            self._writers[stage] = self._open(stage)
+            folder = self._directory / stage
+            folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads the files of a folder in the order of their names.
+            seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+            name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+            writer = RecordWriter((folder / name).open("xb"))
+            writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            self._writers[stage] = writer
         event.wall_time = time.time()
         self._writers[stage].write(event.SerializeToString())
         # At once, in this thread: TensorBoard's own writer loses the error of a full disk in another one.
         self._writers[stage].flush()
-
-    def _open(self, stage: str) -> RecordWriter:
-        folder = self._directory / stage
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
-        writer = RecordWriter((folder / name).open("xb"))
-        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        return writer

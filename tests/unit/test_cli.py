@@ -15,7 +15,8 @@ from factories import write_hf_config, write_hf_model
 from named_things import DIRECTORY_COMMANDS
 
 from moerl import cli
-from moerl.config.compose import expand_sweep
+from moerl.config.command_texts import TEXTS
+from moerl.config.compose import split_sweep
 from moerl.config.load import load_config, load_plan, resolve_auto
 from moerl.config.schema import RunConfig
 from moerl.errors import MoerlError
@@ -150,9 +151,9 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
             if overrides[0] == "-m":
-                swept = expand_sweep(read_options(overrides[1:]).overrides)
-                overrides = [*swept.common, *map("=".join, zip(swept.keys, swept.points[0], strict=True))]
-            overrides = resolve_auto(overrides, command=name).overrides
+                common, swept = split_sweep(read_options(overrides[1:]).overrides)
+                overrides = [*common, *(f"{key}={values[0]}" for key, values in swept.items())]
+            overrides, _ = resolve_auto(overrides, command=name)
             if not overrides[0].startswith("resume="):
                 load_plan(overrides) if name in cli.PLANS else load_config(overrides, command=name)
 
@@ -162,7 +163,7 @@ def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert text.startswith("usage: moerl verify DUMP --model HF_DIR")
     assert "largest difference of two log-probs of one token, 0.0001 if not said" in text
-    for line in cli.VERIFY.examples:
+    for line in TEXTS["verify"].examples:
         options = verify_parser().parse_args(line.removeprefix("moerl verify ").split())
         assert options.tolerance == TOLERANCE_NATS
 

@@ -9,16 +9,7 @@ from moerl.config.checks import LARGE_MODEL_PARAMETERS
 from moerl.config.ranks import RankConfig, cluster_cpus
 from moerl.config.rollout_checks import check_nodes_of_servers
 from moerl.config.rollouts import SGLangRolloutConfig
-from moerl.config.run_memory import (
-    HOST,
-    checkpoint_bytes,
-    concurrency_limit,
-    gib,
-    gpu_problem,
-    host_problem,
-    places,
-    server_problem,
-)
+from moerl.config.run_memory import HOST, check_host, check_server, checkpoint_bytes, gib, gpu_problem, places
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note, all_of
@@ -93,7 +84,8 @@ def look_at_gpus(facts: Facts) -> str | Note:
         return _unknown(facts, f"not known here: {facts.unknown}")
     if facts.machine.gpu_bytes is None:
         return "the run is on CPUs"
-    _raise(gpu_problem(facts.config, facts.machine))
+    if problem := gpu_problem(facts.config, facts.machine):
+        raise problem
     return "; ".join(describe_places(facts, hosts=False)) or "the run has no GPU"
 
 
@@ -103,16 +95,15 @@ def look_at_server(facts: Facts) -> str | Note:
         return "the run starts no SGLang servers"
     if facts.machine is None:
         return _unknown(facts, f"not known here: {facts.unknown}")
-    _raise(server_problem(facts.config, facts.machine))
-    limit, expected = concurrency_limit(facts.config, facts.machine), "room for all that run side by side"
-    return expected if limit is None else Note(limit.seen, expected, limit.remedy)
+    limit, expected = check_server(facts.config, facts.machine), "room for all that run side by side"
+    return expected if limit is None else Note(limit[0], expected, limit[1])
 
 
 def look_at_hosts(facts: Facts) -> str | Note:
     """Compares the memory that the run needs on the fullest host with that host's memory."""
     if facts.machine is None:
         return _unknown(facts, f"not known here: {facts.unknown}")
-    _raise(host_problem(facts.config, facts.machine))
+    check_host(facts.config, facts.machine)
     lines = "; ".join(describe_places(facts, hosts=True))
     is_large = places(facts.config, facts.machine)[-1].peak_bytes > LEAST_HOST_BYTES
     if facts.door == "dry run" and facts.machine.host_bytes is None and is_large:
@@ -187,8 +178,3 @@ def _unknown(facts: Facts, seen: str) -> str | Note:
     if facts.door == "train":
         return seen
     return Note(seen, "something that can be looked at", "nothing: the run looks at it when it starts")
-
-
-def _raise(problem: ConfigError | None) -> None:
-    if problem is not None:
-        raise problem

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import ConfigError
@@ -34,7 +33,7 @@ _LARGEST_PORT = 65535
 def doctor(arguments: list[str]) -> int:
     """Runs the command. Returns exit status 1 if a look is red, else 0. Raises `ConfigError` if the command line is
     wrong."""
-    options = parser().read(arguments, "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]", DOCTOR)
+    options = parser().read(arguments, "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]")
     if options is None:
         return 0
     _check_options(options)
@@ -121,7 +120,7 @@ def _shared(options: argparse.Namespace) -> list[Check]:
         remedy = "make the folder, mount it on this node, or give one that this user may write to"
         seen = f"{options.shared}: {error.strerror or error}"
         return [Check(shared.AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)]
-    return shared.shared_checks(done)
+    return [shared.check_presence(done), shared.check_clocks(done)]
 
 
 def _runs(options: argparse.Namespace, run: Facts | None) -> Path:

@@ -113,14 +113,13 @@ def exchange(
         _read_others(place, written, done, clock)
         if _is_complete(done) or time.monotonic() >= end:
             # The others need to know that they were heard.
-            _remove_forgotten(place, _write(file, done.me, clock))
+            written = _write(file, done.me, clock)
+            for path in place.glob("*.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    if written - path.stat().st_mtime > FORGOTTEN_SECONDS:
+                        path.unlink()
             return done
         time.sleep(POLL_SECONDS)
-
-
-def shared_checks(done: Exchange) -> list[Check]:
-    """Returns the checks of a look: of the nodes that were seen, and of their clocks."""
-    return [check_presence(done), check_clocks(done)]
 
 
 def check_presence(done: Exchange) -> Check:
@@ -218,13 +217,6 @@ def _write(file: Path, probe: Probe, clock: Callable[[], float]) -> float:
     with atomic_file(file) as temporary:
         temporary.write_bytes(msgspec.json.encode(probe))
         return temporary.stat().st_mtime
-
-
-def _remove_forgotten(place: Path, own_time: float) -> None:
-    for path in place.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):
-            if own_time - path.stat().st_mtime > FORGOTTEN_SECONDS:
-                path.unlink()
 
 
 def node_name(host: str, named: str | None, task: str | None) -> str:

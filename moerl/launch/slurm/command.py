@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from moerl.config.checks import config_notes
-from moerl.config.command_texts import LAUNCH_SLURM
 from moerl.config.compose import compose_values
 from moerl.config.help_text import recipe_text
 from moerl.config.hub_model import say_model
@@ -42,7 +41,7 @@ USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE
 
 def run(arguments: list[str]) -> int:
     """Runs the command, or prints its help; returns the exit status."""
-    options = parser().read(arguments, USAGE, LAUNCH_SLURM)
+    options = parser().read(arguments, USAGE)
     if options is None:
         return 0
     return launch_sweep(options) if options.multirun else launch_slurm(options)
@@ -88,7 +87,13 @@ def launch_slurm(options: argparse.Namespace) -> int:
         _show(options, facts, job, site, script)
         return 0
     refuse_queued(job.run_dir, queued_jobs())
-    _say(job, submit(job, script))
+    number = submit(job, script)
+    goes_on = "goes on" if (job.run_dir / CONFIG_FILE).exists() else "starts"
+    print(f"job            {number}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
+    print(f"run directory  {job.run_dir}")
+    print(f"logs           {job.output.replace('%j', number)} and {job.folder}/attempt-NNN.log")
+    print(f"watch it       moerl watch {job.run_dir}")
+    print(f"end it         scancel {number}; to commit, and go on in the queue: scancel --batch --signal=USR1 {number}")
     return 0
 
 
@@ -280,12 +285,3 @@ def _roles(trainer: int, rollout: RolloutConfig, nodes: int) -> str:
     if isinstance(rollout, SGLangRolloutConfig):
         return f"node 1: the controller\n{spread}; {engines}"
     return f"node 1: the controller, {engines}\n{spread}"
-
-
-def _say(job: JobSettings, number: str) -> None:
-    goes_on = "goes on" if (job.run_dir / CONFIG_FILE).exists() else "starts"
-    print(f"job            {number}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
-    print(f"run directory  {job.run_dir}")
-    print(f"logs           {job.output.replace('%j', number)} and {job.folder}/attempt-NNN.log")
-    print(f"watch it       moerl watch {job.run_dir}")
-    print(f"end it         scancel {number}; to commit, and go on in the queue: scancel --batch --signal=USR1 {number}")

@@ -132,16 +132,14 @@ def load_site(path: Path | None) -> Site:
     try:
         return Site.model_validate_json(json.dumps({} if values is None else values, default=str))
     except ValidationError as error:
-        raise _explain(path, error) from error
-
-
-def _explain(path: Path, error: ValidationError) -> ConfigError:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"])) or "the file"
-    if first["type"] == "extra_forbidden":
-        known = Container.model_fields if len(first["loc"]) > 1 else Site.model_fields
-        return ConfigError(
-            f"{path}: {key}: unknown key", expected=f"one of {', '.join(known)}", remedy="correct or remove it"
-        )
-    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return ConfigError(f"{path}: {key}: wrong value", seen=repr(first["input"]), expected=expected, remedy="correct it")
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        if first["type"] == "extra_forbidden":
+            known = Container.model_fields if len(first["loc"]) > 1 else Site.model_fields
+            raise ConfigError(
+                f"{path}: {key}: unknown key", expected=f"one of {', '.join(known)}", remedy="correct or remove it"
+            ) from error
+        expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise ConfigError(
+            f"{path}: {key}: wrong value", seen=repr(first["input"]), expected=expected, remedy="correct it"
+        ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moerl.config.compose import expand_sweep
+from moerl.config.compose import split_sweep
 from moerl.config.load import load_config
 from moerl.errors import ConfigError
 from moerl.launch.run_lock import run_lock
@@ -97,15 +97,15 @@ def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest
     folder = (options.folder or Path(f"runs/sweep-{now:%Y%m%d-%H%M%S}")).resolve()
     if not options.overrides and options.folder is not None:
         return read_manifest(folder), folder
-    swept = expand_sweep(options.overrides)
-    if not swept.keys:
+    common, swept = split_sweep(options.overrides)
+    if not swept:
         raise ConfigError(
             "-m: nothing is swept",
             seen=" ".join(options.overrides),
             expected="a key with several values, for example seed=1,2,3",
             remedy="give one, or leave -m away",
         )
-    manifest = new_manifest(swept, config_dir)
+    manifest = new_manifest(common, swept, config_dir)
     if (folder / MANIFEST_FILE).exists():
         before = read_manifest(folder)
         refuse_changes(before, manifest, folder)

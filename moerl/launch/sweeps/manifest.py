@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from moerl.config.compose import SweptOverrides
 from moerl.contract.files import atomic_file, writing
 from moerl.errors import ConfigError
 from moerl.reading import read_file
@@ -52,12 +53,18 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
     """Name of the file format; another one is refused."""
 
 
-def new_manifest(swept: SweptOverrides, config_dir: Path | None) -> Manifest:
-    """Makes the manifest of a sweep that has not begun."""
-    values = [dict(zip(swept.keys, point, strict=True)) for point in swept.points]
+def new_manifest(common: list[str], swept: Mapping[str, Sequence[str]], config_dir: Path | None) -> Manifest:
+    """Makes the manifest of a sweep that has not begun: every value of a key with every one of the others; the last key
+    changes first.
+
+    Args:
+        common: overrides of all runs.
+        swept: by key, the texts of its values.
+    """
+    values = [dict(zip(swept, point, strict=True)) for point in product(*swept.values())]
     runs = [SweepRun(_name(number, each), each) for number, each in enumerate(values)]
     folder = None if config_dir is None else str(config_dir.resolve())
-    return Manifest(list(swept.common), folder, list(swept.keys), runs)
+    return Manifest(common, folder, [*swept], runs)
 
 
 def read_manifest(folder: Path) -> Manifest:

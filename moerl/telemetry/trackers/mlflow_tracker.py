@@ -35,7 +35,13 @@ class MlflowTracker:
         else:
             self._id = opening.run_id
             self._client.update_run(self._id, status="RUNNING")
-        self._log_config(dict(_params(opening.config)))
+        params, before = dict(_params(opening.config)), self._client.get_run(self._id).data.params
+        new = [self._entities.Param(key, value) for key, value in params.items() if key not in before]
+        for first in range(0, len(new), _PARAMS_AT_ONCE):
+            self._client.log_batch(self._id, params=new[first : first + _PARAMS_AT_ONCE])
+        for key, value in params.items():
+            if before.get(key, value) != value:
+                self._client.set_tag(self._id, f"changed.{key}", value)
         return self._id
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,15 +54,6 @@ class MlflowTracker:
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-    def _log_config(self, params: Mapping[str, str]) -> None:
-        before = self._client.get_run(self._id).data.params
-        new = [self._entities.Param(key, value) for key, value in params.items() if key not in before]
-        for first in range(0, len(new), _PARAMS_AT_ONCE):
-            self._client.log_batch(self._id, params=new[first : first + _PARAMS_AT_ONCE])
-        for key, value in params.items():
-            if before.get(key, value) != value:
-                self._client.set_tag(self._id, f"changed.{key}", value)
 
 
 def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

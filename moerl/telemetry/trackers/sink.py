@@ -23,6 +23,7 @@ RUN_ID_FILE = "run_id"
 START_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS, END_SECONDS = 300.0, 60.0, 120.0, 2.0
 """Seconds that a tracker may take for its start, for the rows so far, and for its end, before it counts as failed; and
 that its process then has to end before it is killed."""
+_GONE = "its process has ended"
 
 
 class TrackerError(Exception):
@@ -124,7 +125,7 @@ class TrackerSink:
             # An error that it sent before it ended tells more.
             self._socket.settimeout(1.0)
             self._receive()
-            raise self._gone() from error
+            raise TrackerError(_GONE) from error
 
     def _receive(self) -> dict[str, Any]:
         try:
@@ -132,13 +133,10 @@ class TrackerSink:
         except TimeoutError as error:
             raise self._silent() from error
         except (EOFError, OSError, ValueError) as error:
-            raise self._gone() from error
+            raise TrackerError(_GONE) from error
         if "error" in answer:
             raise TrackerError(answer["error"])
         return answer
 
     def _silent(self) -> TrackerError:
         return TrackerError(f"no answer within {self._socket.gettimeout() or 0.0:.3g} s")
-
-    def _gone(self) -> TrackerError:
-        return TrackerError("its process has ended")

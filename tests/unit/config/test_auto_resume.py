@@ -18,8 +18,7 @@ def store(run_dir: Path, *overrides: str) -> None:
 
 
 def resolved(run_dir: Path, *overrides: str, command: str = "train") -> tuple[list[str], list[str]]:
-    found = resolve_auto([*overrides, f"run_dir='{run_dir}'", "resume=auto"], command=command)
-    return found.overrides, found.notes
+    return resolve_auto([*overrides, f"run_dir='{run_dir}'", "resume=auto"], command=command)
 
 
 def test_where_there_is_nothing_the_run_starts(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_without_a_run_directory_there_is_nothing_to_look_for() -> None:
 
 def test_other_command_lines_are_as_they_were(tmp_path: Path) -> None:
     for overrides in (TINY, [f"resume={tmp_path}"], ["resume=./auto"]):
-        assert resolve_auto(overrides, command="train").overrides == overrides
+        assert resolve_auto(overrides, command="train")[0] == overrides
 
 
 def test_commands_that_train_nothing_have_nothing_to_go_on_with(tmp_path: Path) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moerl.config.compose import expand_sweep
+from moerl.config.compose import split_sweep
 from moerl.errors import ConfigError
 
 
-def test_every_value_comes_with_every_other() -> None:
-    swept = expand_sweep(["recipe=tiny", "seed=1,2,3", "keep_routing.mode=off,rollout"])
-    assert swept.common == ("recipe=tiny",)
-    assert swept.keys == ("seed", "keep_routing.mode")
-    assert swept.points[:3] == (("1", "off"), ("1", "rollout"), ("2", "off"))
-    assert len(swept.points) == 6
+def test_keys_with_several_values_are_split_off() -> None:
+    common, swept = split_sweep(["recipe=tiny", "seed=1,2,3", "keep_routing.mode=off,rollout"])
+    assert common == ["recipe=tiny"]
+    assert list(swept.items()) == [("seed", ("1", "2", "3")), ("keep_routing.mode", ("off", "rollout"))]
 
 
 @pytest.mark.parametrize(
@@ -29,11 +27,11 @@ def test_every_value_comes_with_every_other() -> None:
     ],
 )
 def test_values_are_listed_as_hydra_lists_them(text: str, values: list[str]) -> None:
-    assert [value for (value,) in expand_sweep([text]).points] == values
+    assert [[*each] for each in split_sweep([text])[1].values()] == [values]
 
 
 def test_a_list_in_brackets_is_one_value() -> None:
-    assert expand_sweep(["rl.filters=[truncated,equal_rewards]"]).keys == ()
+    assert split_sweep(["rl.filters=[truncated,equal_rewards]"])[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -50,4 +48,4 @@ def test_a_list_in_brackets_is_one_value() -> None:
 )
 def test_what_is_no_sweep_is_refused_by_name(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        expand_sweep(overrides)
+        split_sweep(overrides)

@@ -11,6 +11,7 @@ from tiny_moe import write_model
 
 from moerl.config.load import load_plan
 from moerl.config.rollout_checks import check_nodes_of_servers
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     GIB,
     GPU_OF_BOTH,
@@ -20,12 +21,11 @@ from moerl.config.run_memory import (
     HOST,
     Machine,
     MemoryPlace,
+    check_host,
+    check_server,
     checkpoint_bytes,
-    concurrency_limit,
     gpu_problem,
-    host_problem,
     places,
-    server_problem,
 )
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
@@ -79,7 +79,7 @@ def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Pa
     share = problem.remedy.partition(",")[0].removeprefix("set ")
     again = colocated(tmp_path, share, "rollout.tensor=4", "parallel.data=32")
     assert gpu_problem(again, H100S) is None
-    assert server_problem(again, H100S) is None
+    check_server(again, H100S)
 
 
 def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state_in_host_memory(tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state
     assert resident is not None
     assert "rank: optimizer state" in str(resident.seen)
     config = run(tmp_path, *keys, "trainer.optimizer_offload=1.0")
-    assert (gpu_problem(config, node), server_problem(config, node), host_problem(config, node)) == (None, None, None)
+    assert gpu_problem(config, node) is None
+    check_host(config, node)
+    check_server(config, node)
     host = held(places(config, node)[-1])
     assert host["optimizer state of ranks"] == pytest.approx(12 * 30.5e9, rel=0.01)
     assert host["checkpoint being written"] == checkpoint_bytes(config)
@@ -120,7 +122,8 @@ def test_30b_fits_two_nodes_with_a_colocated_server_on_each(tmp_path: Path) -> N
     for experts in (1, 8):
         config = colocated(tmp_path, *shared, f"rollout.expert={experts}")
         assert gpu_problem(config, H100S) is None
-        assert server_problem(config, H100S) is None
+        check_server(config, H100S)
+        assert isinstance(config.rollout, SGLangRolloutConfig)
         check_nodes_of_servers(config.rollout, ranks=16, gpus_per_node=8, nodes=2)
 
 
@@ -155,14 +158,13 @@ def test_a_host_holds_checkpoints_and_copies_of_weights(tmp_path: Path) -> None:
     # Half of the ranks, each with its experts and all of the rest.
     gathered = host.at("training") - host.at("sampling")
     assert gathered == found["state gathered for a checkpoint"] > 8 * 12 * 30.5e9 / 8
-    assert host_problem(config, H100S) is None
-    problem = host_problem(config, Machine(80 * GIB, 8, 2, 256 * GIB))
-    assert problem is not None
-    assert "checkpoint being written" in str(problem.seen)
+    check_host(config, H100S)
+    with pytest.raises(ConfigError, match=r"seen: .*checkpoint being written"):
+        check_host(config, Machine(80 * GIB, 8, 2, 256 * GIB))
 
 
 def test_a_host_whose_memory_is_not_known_is_not_compared(tmp_path: Path) -> None:
-    assert host_problem(run(tmp_path), Machine(80 * GIB, 8)) is None
+    check_host(run(tmp_path), Machine(80 * GIB, 8))
 
 
 def test_on_cpus_hosts_hold_ranks_and_engines() -> None:
@@ -187,22 +189,20 @@ def test_the_host_of_the_controller_holds_the_models_that_score_tokens(tmp_path:
 
 
 def test_a_server_that_holds_no_response_is_refused_with_what_to_raise(tmp_path: Path) -> None:
-    small = server_problem(run(tmp_path, "rollout.memory_share=0.5"), H100S)
-    assert small is not None
-    assert small.what.startswith("rollout.tensor: ")
-    assert "rollout.memory_share, now 0.5" in small.remedy
-    pool = server_problem(run(tmp_path, "rollout.max_pool_tokens=8192"), H100S)
-    assert pool is not None
-    assert pool.what.startswith("rollout.max_pool_tokens: ")
-    assert server_problem(run(tmp_path, "rollout.max_pool_tokens=8193"), H100S) is None
+    with pytest.raises(ConfigError, match=r"^rollout\.tensor: .*rollout\.memory_share, now 0\.5"):
+        check_server(run(tmp_path, "rollout.memory_share=0.5"), H100S)
+    with pytest.raises(ConfigError, match=r"^rollout\.max_pool_tokens: "):
+        check_server(run(tmp_path, "rollout.max_pool_tokens=8192"), H100S)
+    check_server(run(tmp_path, "rollout.max_pool_tokens=8193"), H100S)
 
 
 def test_fewer_sequences_than_are_asked_for_are_a_limit_with_what_to_set(tmp_path: Path) -> None:
-    limit = concurrency_limit(run(tmp_path, "rollout.tensor=2"), H100S)
+    limit = check_server(run(tmp_path, "rollout.tensor=2"), H100S)
     assert limit is not None
-    assert "75 sequences of the longest (10,240 tokens); rollout.max_running asks for 256" in limit.seen
-    assert "rollout.max_running=75" in limit.remedy
-    assert concurrency_limit(run(tmp_path, "rollout.tensor=2", "rollout.max_running=75"), H100S) is None
+    seen, remedy = limit
+    assert "75 sequences of the longest (10,240 tokens); rollout.max_running asks for 256" in seen
+    assert "rollout.max_running=75" in remedy
+    assert check_server(run(tmp_path, "rollout.tensor=2", "rollout.max_running=75"), H100S) is None
 
 
 def test_an_embedded_engine_is_on_the_gpu_of_the_first_rank_and_on_no_host() -> None:

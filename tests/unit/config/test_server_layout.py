@@ -6,16 +6,18 @@ import pytest
 
 from moerl.config.load import load_plan
 from moerl.config.rollout_checks import check_nodes_of_servers
-from moerl.config.rollouts import RolloutConfig
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def served() -> RolloutConfig:
-    return load_plan(["recipe=tiny", "rollout=sglang"]).rollout
+def served() -> SGLangRolloutConfig:
+    served = load_plan(["recipe=tiny", "rollout=sglang"]).rollout
+    assert isinstance(served, SGLangRolloutConfig)
+    return served
 
 
-def rollout(served: RolloutConfig, servers: int, tensor: int, *, colocated: bool) -> RolloutConfig:
+def rollout(served: SGLangRolloutConfig, servers: int, tensor: int, *, colocated: bool) -> SGLangRolloutConfig:
     placement = "colocated" if colocated else "apart"
     return served.model_copy(update={"servers": servers, "tensor": tensor, "placement": placement})
 
@@ -34,7 +36,7 @@ def rollout(served: RolloutConfig, servers: int, tensor: int, *, colocated: bool
     ],
 )
 def test_servers_that_each_find_a_node_are_let_through(
-    served: RolloutConfig, servers: int, tensor: int, colocated: bool, ranks: int, nodes: int | None
+    served: SGLangRolloutConfig, servers: int, tensor: int, colocated: bool, ranks: int, nodes: int | None
 ) -> None:
     asked = rollout(served, servers, tensor, colocated=colocated)
     check_nodes_of_servers(asked, ranks=ranks, gpus_per_node=8, nodes=nodes)
@@ -51,13 +53,9 @@ def test_servers_that_each_find_a_node_are_let_through(
     ],
 )
 def test_a_server_that_would_be_on_two_nodes_is_refused(
-    served: RolloutConfig, servers: int, tensor: int, colocated: bool, ranks: int, nodes: int | None, said: str
+    served: SGLangRolloutConfig, servers: int, tensor: int, colocated: bool, ranks: int, nodes: int | None, said: str
 ) -> None:
     asked = rollout(served, servers, tensor, colocated=colocated)
     with pytest.raises(ConfigError) as caught:
         check_nodes_of_servers(asked, ranks=ranks, gpus_per_node=8, nodes=nodes)
     assert said in str(caught.value)
-
-
-def test_a_run_without_servers_of_its_own_is_not_looked_at() -> None:
-    check_nodes_of_servers(load_plan(["recipe=tiny"]).rollout, ranks=16, gpus_per_node=1, nodes=1)

@@ -9,7 +9,7 @@ import pytest
 from episode_streams import FakeStream, check, request
 from episode_texts import TEXTS
 
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 from moerl.contract.episodes import Session
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason

@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_keeps_its_commit_though_the_branch_moved(
     move(models, heads)
     cache.use(cache.home)
     assert go_on(["resume=run"]) == began
-    assert go_on(resolve_auto(keys("owner/moe", "run_dir=run", "resume=auto"), command="train").overrides) == began
+    assert go_on(resolve_auto(keys("owner/moe", "run_dir=run", "resume=auto"), command="train")[0]) == began
     assert plan("owner/moe")[2] == MOVED
 
 
@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_fetches_its_commit_again_where_the_cache_is_gone(
     cache.use(cache.home.with_name("other_home"))
     assert go_on(["resume=run"]) == (cache.snapshot(MAIN), "owner/moe", MAIN)
     assert f"note: model.path: {before} is gone; model owner/moe of the hub" in capsys.readouterr().err
-    same = resolve_auto(keys("owner/moe", "run_dir=run", "resume=auto"), command="train").overrides
+    same, _ = resolve_auto(keys("owner/moe", "run_dir=run", "resume=auto"), command="train")
     assert same == [f"resume={Path('run').resolve()}"]
 
 

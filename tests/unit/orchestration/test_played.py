@@ -13,7 +13,7 @@ from episode_streams import FakeStream, request, response
 from episode_texts import TEXTS
 from factories import SPEC
 
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 from moerl.contract.episodes import EpisodeTask, Session
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt

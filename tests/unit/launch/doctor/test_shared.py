@@ -19,7 +19,6 @@ from moerl.launch.doctor.shared import (
     check_presence,
     exchange,
     node_name,
-    shared_checks,
     skew_of,
 )
 
@@ -51,7 +50,7 @@ def plant(folder: Path, node: str, clock: float, *, waits: bool = False, age: fl
 
 def test_nodes_that_start_together_see_each_other_and_agree_on_the_time(tmp_path: Path) -> None:
     for name, done in together(tmp_path, {"a": 0.0, "b": 0.0, "c": 0.0}).items():
-        assert [check.level for check in shared_checks(done)] == ["green", "green"], name
+        assert [check(done).level for check in (check_presence, check_clocks)] == ["green", "green"], name
         assert check_presence(done).seen == "3 of 3: a, b, c"
 
 

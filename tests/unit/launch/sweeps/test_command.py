@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl import cli
-from moerl.config.compose import expand_sweep
+from moerl.config.compose import split_sweep
 from moerl.launch.sweeps.command import read_options
 from moerl.launch.sweeps.manifest import new_manifest, write_manifest
 
@@ -55,7 +55,7 @@ def test_a_run_that_would_be_refused_is_named(tmp_path: Path, capsys: pytest.Cap
 def test_other_values_in_the_directory_of_a_sweep_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_manifest(new_manifest(expand_sweep(["recipe=tiny", "seed=1,2"]), None), tmp_path)
+    write_manifest(new_manifest(*split_sweep(["recipe=tiny", "seed=1,2"]), None), tmp_path)
     assert cli.main(["train", "-m", "recipe=tiny", "seed=1,2,3", f"sweep.dir={tmp_path}"]) == 2
     assert f"seed: not as in the sweep that is in {tmp_path}; seen: 1,2,3; expected: 1,2" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.compose import expand_sweep
+from moerl.config.compose import split_sweep
 from moerl.errors import ConfigError
 from moerl.launch.sweeps.manifest import (
     MANIFEST_FILE,
@@ -19,7 +19,15 @@ from moerl.launch.sweeps.manifest import (
 
 
 def made(*overrides: str, config_dir: Path | None = None) -> Manifest:
-    return new_manifest(expand_sweep(overrides), config_dir)
+    return new_manifest(*split_sweep(overrides), config_dir)
+
+
+def test_every_value_comes_with_every_other() -> None:
+    manifest = made("recipe=tiny", "seed=1,2,3", "keep_routing.mode=off,rollout")
+    assert (manifest.common, manifest.keys) == (["recipe=tiny"], ["seed", "keep_routing.mode"])
+    points = [tuple(run.values.values()) for run in manifest.runs]
+    assert points[:3] == [("1", "off"), ("1", "rollout"), ("2", "off")]
+    assert len(points) == 6
 
 
 def test_runs_have_names_that_people_can_read_and_that_differ() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually, is_alive
 
-from moerl.config.compose import expand_sweep
+from moerl.config.compose import split_sweep
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, LocalHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, new_manifest, read_manifest
@@ -50,7 +50,7 @@ class Session:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder, self.said, self.stop = folder, list[str](), StopRequest()
-        self.manifest = new_manifest(expand_sweep(overrides), None)
+        self.manifest = new_manifest(*split_sweep(overrides), None)
         self.host = LocalHost(2, PROGRAM)
 
     def run(self) -> Manifest:
@@ -162,7 +162,7 @@ def test_no_more_runs_than_slots_are_under_way(tmp_path: Path) -> None:
 
 def test_the_command_line_of_a_run_starts_it_or_goes_on_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "it's"
-    manifest = new_manifest(expand_sweep(["recipe=tiny", "seed=1,2"]), tmp_path)
+    manifest = new_manifest(*split_sweep(["recipe=tiny", "seed=1,2"]), tmp_path)
     words = list(job_of(manifest.runs[0], manifest, folder).arguments)
     quoted = str(folder / "000_seed-1").replace("'", "\\'")
     assert words == [
