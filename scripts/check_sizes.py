@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
-MAX_PRODUCT_LINES = 52_400
+MAX_PRODUCT_LINES = 52_000
 """Lines of code in `moerl/`: those of its Python files that are not empty, a comment or a docstring."""
 FOLDERS = ("moerl", "scripts", "bench", "tests")
 WITH_FUNCTIONS = ("moerl/", "scripts/")

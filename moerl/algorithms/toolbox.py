@@ -4,10 +4,6 @@ A built-in algorithm imports it inside its methods, because its settings are rea
 user's own imports it as usual: ``from moerl.algorithms.toolbox import PolicyLoss, token_mean``.
 """
 
-# Everything that is imported here is what this module offers.
-# ruff: noqa: F401
-# pyright: reportUnusedImport=false
-
 from torch import Tensor
 
 from moerl.algorithms.advantages import (
@@ -33,3 +29,33 @@ from moerl.algorithms.losses import (
 )
 from moerl.algorithms.policy import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens
 from moerl.contract.batch import BatchTotals
+
+__all__ = [
+    "BatchTotals",
+    "CreditUnits",
+    "PolicyLoss",
+    "PolicyRows",
+    "RewardedBatch",
+    "SampledTokens",
+    "Tensor",
+    "TokenLosses",
+    "binary_divergence",
+    "bounded",
+    "clipped_policy_loss",
+    "covariances",
+    "credit_units",
+    "group_advantages",
+    "importance_weights",
+    "k3_estimate",
+    "kl_penalty",
+    "less_when_overlong",
+    "log_ratio",
+    "mean_facts",
+    "on_policy_enough",
+    "pass_at_k_advantages",
+    "reduced",
+    "row_covariances",
+    "token_mean",
+    "whitened",
+    "within_band",
+]

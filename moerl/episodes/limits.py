@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 
 LIMITS = ("max_turns", "max_tokens", "max_calls", "max_seconds")
 """Limits of `EpisodeConfig`. Once one is reached, no other turn begins; turns under way are finished."""

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 from moerl.contract.demands import shown
 from moerl.contract.episodes import Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream

@@ -14,7 +14,7 @@ from chat_streams import END, END_TEXT, QUESTION, TEXTS, encode, hermes, says, t
 from episode_streams import check
 from factories import FULL
 
-from moerl.config.episodes import EpisodeConfig
+from moerl.config.rollouts import EpisodeConfig
 from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import Message, Session
 from moerl.contract.ports import Chat, Prompt, RolloutRequest
