@@ -187,7 +187,7 @@ def _read(connection: Connection, flat: Tensor) -> None:
 
 def _opened(path: str) -> SharedMemory:
     try:
-        return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return SharedMemory.of(path)
     except OSError as error:
         raise WeightSyncError(
             "weights: the engine's process cannot open the memory of a sender",

@@ -145,7 +145,7 @@ def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: NDArray[np.float64], 
     require_finite(draws.log_z)
     if not capture:
         draws.kept_logmass[:], draws.kept_sizes[:], num_kept = 0.0, 0, 0
-    return draws._replace(kept_ids=draws.kept_ids[:num_kept])
+    return Draws(*draws[:-1], kept_ids=draws.kept_ids[:num_kept])
 
 
 def require_finite(log_z_N: NDArray[np.float32]) -> None:

@@ -66,6 +66,11 @@ class SharedMemory:
         self.descriptor = os.memfd_create("moerl-weights") if descriptor is None else descriptor
         self._flat = torch.empty(0, dtype=torch.uint8)
 
+    @classmethod
+    def of(cls, path: str) -> SharedMemory:
+        """Opens the memory of another process. Raises `OSError` if there is none."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
     @property
     def path(self) -> str:
         """Path by which other processes of this user open the memory, as long as this process keeps it."""
