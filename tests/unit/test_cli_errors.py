@@ -31,6 +31,22 @@ def test_a_run_that_fails_has_status_1(
     assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
 
 
+def test_the_error_is_the_last_line_of_a_log_of_both_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
+):
+    def fail(config: RunConfig, **settings: object) -> int:
+        print("what a library says")
+        raise EngineError("the engine stopped")
+
+    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
+    log = tmp_path / "run.out"
+    with log.open("a") as buffered, log.open("a", buffering=1) as errors:
+        monkeypatch.setattr(sys, "stdout", buffered)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert cli.main(["train", f"run_dir='{tmp_path / 'run'}'"]) == 1
+    assert log.read_text().endswith("what a library says\nerror: the engine stopped\n")
+
+
 def test_the_time_of_a_run_counts_from_the_begin_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
 ):
