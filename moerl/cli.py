@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_error(text: str, error: BaseException) -> None:
     # A disk that is full may hold the log, too.
     with contextlib.suppress(OSError):
-        sys.stdout.flush()  # in a log of both, the rest of it would come behind the error
+        print(end="", flush=True)  # in a log of both streams, the rest of stdout would come behind the error
     with contextlib.suppress(OSError):
         print(printable("\n".join([text, *getattr(error, "__notes__", ())])), file=sys.stderr)
 

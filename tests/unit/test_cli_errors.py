@@ -47,6 +47,12 @@ def test_the_error_is_the_last_line_of_a_log_of_both_streams(
     assert log.read_text().endswith("what a library says\nerror: the engine stopped\n")
 
 
+def test_an_error_is_told_if_stdout_is_closed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["status", "/nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: status: this is no run directory; seen: /nowhere")
+
+
 def test_the_time_of_a_run_counts_from_the_begin_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
 ):
