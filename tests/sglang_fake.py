@@ -21,7 +21,7 @@ from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.sglang.backend import sglang_engine
+from moerl.rollout.sglang.backend import SGLangConnect
 from moerl.rollout.sglang.many_answers import HEAD, PATH
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, read_patches
 
@@ -269,4 +269,5 @@ def connect(
         "say": ([] if said is None else said).append,
     }
     made = [launcher if isinstance(launcher, FakeLauncher) else FakeLauncher(launcher) for launcher in launchers]
-    return sglang_engine(made, MODEL, EngineOptions(**options | changes), version)
+    settings = EngineOptions(**options | changes)
+    return FleetEngine(made, SGLangConnect(MODEL, settings), MODEL, settings, version)

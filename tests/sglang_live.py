@@ -22,7 +22,7 @@ from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.segments import trajectory_values
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, read_segment, version_spans
-from moerl.rollout.sglang.backend import sglang_engine
+from moerl.rollout.sglang.backend import SGLangConnect
 from moerl.rollout.sglang.client import answer_bounds, request_body
 from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
 from moerl.rollout.sglang.http import SGLangHttp
@@ -140,4 +140,5 @@ def connect(*servers: Endpoint | ServerLauncher, model: ModelFacts, version: int
         "say": print,
     }
     launchers = [GivenServer(server) if isinstance(server, Endpoint) else server for server in servers]
-    return sglang_engine(launchers, model, EngineOptions(**options | changes), version)
+    settings = EngineOptions(**options | changes)
+    return FleetEngine(launchers, SGLangConnect(model, settings), model, settings, version)

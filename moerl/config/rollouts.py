@@ -62,8 +62,13 @@ class EmbeddedRolloutConfig(SamplingConfig):
     )
 
 
-class _ServedRolloutConfig(SamplingConfig):
-    """Keys of all SGLang servers, whoever starts them."""
+class ServedRolloutConfig(SamplingConfig):
+    """Keys of all servers, whoever starts them."""
+
+    kind: ClassVar[str] = "sglang"
+    """Kind of the servers, in `moerl.rollout.server_kinds`."""
+    starts_servers: ClassVar[bool] = True
+    """True if the run starts its servers, with the weights of its model; False if others do."""
 
     start_seconds: Positive = Field(description="Longest time until a server is ready.")
     response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")
@@ -73,7 +78,7 @@ class _ServedRolloutConfig(SamplingConfig):
     )
 
 
-class SGLangRolloutConfig(_ServedRolloutConfig):
+class SGLangRolloutConfig(ServedRolloutConfig):
     """SGLang servers that the run starts, watches and stops."""
 
     engine: Literal["sglang"] = Field(description="Engine that samples.")
@@ -125,9 +130,11 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-class ServerRolloutConfig(_ServedRolloutConfig):
+class ServerRolloutConfig(ServedRolloutConfig):
     """Servers that `moerl serve` runs."""
 
+    starts_servers: ClassVar[bool] = False
+    """False: `moerl serve` starts them."""
     engine: Literal["sglang_server"] = Field(description="Engine that samples.")
     server: Annotated[list[FilePath], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         description="Their server.json files (address and keys): one, or [A,B,...]."

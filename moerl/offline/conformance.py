@@ -145,8 +145,9 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
 
     def across(asks: Sequence[Ask]) -> AcrossUpdate:
         from moerl.rollout.conformance.engines import EngineSubject, RenumberedWeights
+        from moerl.rollout.fleet.engine import FleetEngine
         from moerl.rollout.fleet.options import EngineOptions
-        from moerl.rollout.sglang.backend import sglang_engine
+        from moerl.rollout.sglang.backend import SGLangConnect
 
         assert says.report is not None
         model = replace(read_model(folder), spec=facts.spec)
@@ -166,7 +167,7 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
         )
         served = ModelFacts(model.spec, tuple(says.report.moe_layers))
         weights = RenumberedWeights(model, shapes)
-        engine = sglang_engine([_Running(endpoint)], served, options, -1)
+        engine = FleetEngine([_Running(endpoint)], SGLangConnect(served, options), served, options, -1)
         with closing(EngineSubject(engine, facts, weights)) as subject:
             # A version label alone does not prove that the server has the weights of this folder.
             subject.update(read_version(says.policy_version), renumbered=False)

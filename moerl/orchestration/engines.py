@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moerl.config.placement import controller_address
 from moerl.config.ranks import RankConfig, engine_threads
-from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.quarantine import Quarantine
 from moerl.diagnostics.dumps.survey import batches, check_fits, survey
-from moerl.errors import EngineError, ending
+from moerl.errors import ending
 from moerl.machine.model_tensors import TIED, check_weights, checkpoint_shapes
 from moerl.models.description import ModelDescription
 from moerl.orchestration.dump_source import DumpSource, TrainableDump
@@ -23,17 +23,11 @@ from moerl.orchestration.rollouts import sampling_params
 from moerl.orchestration.source import GroupPlan
 from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
 from moerl.rollout.beside.messages import StartEngine
-from moerl.rollout.fleet.backend import ServerLauncher
+from moerl.rollout.fleet.backend import ServedRun, ServerLauncher
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
-from moerl.rollout.sglang.install import device_of
-from moerl.rollout.sglang.launchers import NamedServer, OwnServer
-from moerl.rollout.sglang.server import ServerOptions
+from moerl.rollout.sglang.launchers import OwnServer
 
-SERVER_FOLDER = "sglang"
-"""Folder in the run directory: it has a folder for each of the run's own servers, with its log and options."""
-
-
-OwnLauncher = Callable[[ServerOptions, Path, float], ServerLauncher]
+OwnLauncher = Callable[[Any, Path, float], ServerLauncher]
 MakeProcess = Callable[[Path], EngineProcess]
 
 
@@ -84,7 +78,7 @@ def open_engine(
     if isinstance(rollout, EmbeddedRolloutConfig):
         return _embedded(config, rollout, model, version, say, process)
     options = EngineOptions(
-        engine_id="sglang",
+        engine_id=rollout.kind,
         dtype=rollout.dtype,
         max_running=rollout.max_running,
         response_seconds=rollout.response_seconds,
@@ -97,13 +91,13 @@ def open_engine(
         say=say,
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,
-        shares_devices=isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated,
+        shares_devices=rollout.is_colocated,
     )
-    launchers = _launchers(config, model, version, launcher)
-    say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
+    is_on_ray = config.launch.on == "ray"
+    run = ServedRun(model, version, controller_address(config.launch), config.run_dir, launcher, is_on_ray)
     from moerl.rollout.factory import served_engine
 
-    return served_engine(launchers, model, options, version, is_ours=isinstance(rollout, SGLangRolloutConfig))
+    return served_engine(rollout, run, options)
 
 
 def _embedded(
@@ -138,63 +132,6 @@ def _embedded(
     if engine.is_on_device:
         say(engine.description)
     return engine
-
-
-def _launchers(config: RunConfig, model: ModelDescription, version: int, launcher: OwnLauncher) -> list[ServerLauncher]:
-    from moerl.rollout.host import num_gpus
-
-    rollout, folder = config.rollout, config.run_dir / SERVER_FOLDER
-    if isinstance(rollout, ServerRolloutConfig):
-        return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
-    assert isinstance(rollout, SGLangRolloutConfig)
-    assert model.folder is not None
-    options = ServerOptions(
-        model=model.folder,
-        environment=rollout.environment,
-        device=device_of(rollout.environment),
-        tensor=rollout.tensor,
-        expert=rollout.expert,
-        dtype=rollout.dtype,
-        max_running=rollout.max_running,
-        max_pool_tokens=rollout.max_pool_tokens,
-        memory_share=rollout.memory_share,
-        sleeps=rollout.is_colocated,
-        vocab_size=model.spec.vocab_size,
-        passed_on=rollout.server_args,
-        policy_version=version,
-        # An address that the ranks can reach, which send the weights.
-        host=controller_address(config.launch),
-    )
-    # On a cluster Ray gives each server its GPUs.
-    gpus = num_gpus() if options.device == "cuda" and config.launch.on == "local" else None
-    return [
-        launcher(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
-        for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus, shared=rollout.is_colocated))
-    ]
-
-
-def first_devices(servers: int, tensor: int, gpus: int | None, *, shared: bool = False) -> list[int]:
-    """Returns the first device of each server of a run. Servers get the last GPUs of this machine, since ranks of the
-    trainer use the first ones.
-
-    Args:
-        tensor: devices of one server.
-        gpus: GPUs of this machine; None on CPUs, whose cores a server counts from the last one, and if Ray chooses.
-        shared: True if servers share the GPUs of the ranks, from the first one on.
-
-    Raises:
-        EngineError: this machine has fewer GPUs than the servers need.
-    """
-    free = 0 if gpus is None else gpus - servers * tensor
-    if free < 0:
-        raise EngineError(
-            "rollout.servers: more devices than this machine has",
-            seen=f"{servers} servers with {tensor} GPUs each, {gpus} GPUs",
-            expected=f"at most {gpus} GPUs for servers",
-            remedy="choose smaller rollout.servers or rollout.tensor",
-        )
-    first = 0 if shared else free
-    return [first + number * tensor for number in range(servers)]
 
 
 def group_plan(config: RunConfig) -> GroupPlan:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from moerl.config.ranks import RankConfig
-from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.rollouts import ServedRolloutConfig
 from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend, SyncCommand
 from moerl.contract.ports import PolicyEngine, WeightSink
 from moerl.contract.weight_update import WeightUpdate
@@ -20,7 +20,7 @@ from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription
 from moerl.rollout.fleet.servers_sink import ServersSink
 from moerl.rollout.pushed import PushingSink
-from moerl.rollout.sglang.channel import open_channel
+from moerl.rollout.server_kinds import SERVER_KINDS
 from moerl.trainer import platform
 from moerl.trainer.collectives import all_gather_bytes
 from moerl.trainer.trainer import MegatronTrainer
@@ -137,9 +137,10 @@ def _sink(
     if config.weights.transport == "disk":
         return DiskSink(config.run_dir / FOLDER, rank=rank, senders=senders)
     rollout = config.rollout
-    if not isinstance(rollout, EmbeddedRolloutConfig):
+    if isinstance(rollout, ServedRolloutConfig):
+        kind = SERVER_KINDS[rollout.kind]
         return ServersSink(
-            partial(open_channel, device=platform.device()),
+            lambda target: kind.open_channel(target, platform.device()),
             config.weights.bucket_bytes,
             keeps_copy=rollout.keeps_weight_copy,
             together=len(senders) == 1,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from moerl.config.rollouts import ServedRolloutConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, undoing
@@ -17,11 +17,11 @@ from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
+from moerl.rollout.fleet.backend import ModelFacts, ServedRun
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.loading import load_sampler
-from moerl.rollout.sglang.backend import sglang_engine
+from moerl.rollout.server_kinds import SERVER_KINDS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,20 +51,18 @@ def engine_beside(start: StartEngine, process: EngineProcess) -> BesideEngine:
     return BesideEngine(start, process)
 
 
-def served_engine(
-    launchers: Sequence[ServerLauncher], model: ModelDescription, options: EngineOptions, version: int, *, is_ours: bool
-) -> FleetEngine:
-    """Makes an engine on SGLang servers, which the launchers start or find.
-
-    Args:
-        version: policy version of the weights in the model's folder; -1 if the engine must wait for a first update.
-        is_ours: True if the run starts the servers, from that folder. Servers that others started get its weights.
-    """
+def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineOptions) -> FleetEngine:
+    """Makes an engine on the servers of a run. Servers that others started get the weights of the model's folder."""
+    model, kind, is_ours = run.model, SERVER_KINDS[rollout.kind], rollout.starts_servers
     assert model.folder is not None
+    launchers = kind.launchers(rollout, run)
+    several = f"s, {len(launchers)} of them" if len(launchers) > 1 else ""
+    options.say(f"waiting for the {kind.title} server{several}")
     facts = ModelFacts(model.spec, model.moe_layers)
-    engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
-    if not is_ours and version >= 0:
-        _send_folder(engine, model.folder, version, options)
+    connect = kind.connect(facts, options)
+    engine = FleetEngine(launchers, connect, facts, options, run.version if is_ours else -1)
+    if not is_ours and run.version >= 0:
+        _send_folder(engine, model.folder, run.version, options)
     return engine
 
 

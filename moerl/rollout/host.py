@@ -25,11 +25,6 @@ def engine_device(dtype: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def num_gpus() -> int:
-    """Returns how many GPUs this machine has for this process."""
-    return torch.cuda.device_count()
-
-
 def gpu_bytes() -> int | None:
     """Returns the memory of the first GPU of this machine; None without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -51,11 +51,11 @@ def held_tensors(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterato
 
 
 class WeightStaging:
-    """One update in the making: a second copy of the model's tensors, filled name by name.
+    """One update in the making: a second copy of the tensors that it brings, filled name by name.
 
     Args:
         model: whose tensors are wanted; it is not touched before `commit`.
-        update: the kind of it demands that every tensor of the model comes.
+        update: its kind says which of them must come.
         dtypes: what tensors are rounded to, by the model's own names; the model may compute in a wider type.
 
     Raises:
@@ -66,11 +66,19 @@ class WeightStaging:
         self._arrivals = Arrivals(update)
         self._tied = _tied_names(model)
         self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}
-        self._staged = {name: torch.empty_like(t, dtype=dtypes[name]) for name, t in self._live.items()}
+        views = {name: checkpoint_views(name, tensor) for name, tensor in self._live.items()}
+        held = {name: tuple(view.shape) for of_one in views.values() for name, view in of_one.items()}
+        check_update(update, held, self._tied)
+        brought = {self._tied.get(name, name) for name in update.tensors}
+        self._staged: dict[str, Tensor] = {}
         self._places: dict[str, Tensor] = {}
-        for name, tensor in self._staged.items():
-            self._places |= checkpoint_views(name, tensor)
-        check_update(update, {name: tuple(place.shape) for name, place in self._places.items()}, self._tied)
+        for name, of_one in views.items():
+            if brought.isdisjoint(of_one):
+                continue
+            live, dtype = self._live[name], dtypes[name]
+            whole = brought.issuperset(of_one)
+            self._staged[name] = torch.empty_like(live, dtype=dtype) if whole else live.to(dtype, copy=True)
+            self._places |= checkpoint_views(name, self._staged[name])
         self._tied_received: dict[str, Tensor] = {}
 
     @property
@@ -106,8 +114,8 @@ class WeightStaging:
                     expected=f"equal values: this model ties {name} to it",
                     remedy=REMEDY,
                 )
-        for name, tensor in self._live.items():
-            tensor.copy_(self._staged[name])
+        for name, tensor in self._staged.items():
+            self._live[name].copy_(tensor)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

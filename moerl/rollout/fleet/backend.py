@@ -1,21 +1,21 @@
-"""Interface of the fleet to a kind of server. A backend is a folder of its own next to `fleet`:
-
-connect        makes a `ServerBackend` of an address; refuses a server that is not what the trainer needs
-launchers      start servers, or wait for servers that somebody else starts
-open_channel   opens a way for weights to a server from another process than the engine's
-"""
+"""Interface of the fleet to a kind of server. A kind is a folder of its own next to `fleet`, whose `ServerKind` has a
+line in `moerl.rollout.server_kinds`."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from moerl.contract.commands import Target
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
+from moerl.models.description import ModelDescription
 from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.segments import Segment
 
 Bucket = Sequence[tuple[str, Any]]
@@ -200,6 +200,41 @@ class ServerLauncher(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """Facts about a run by which its servers are started."""
+
+    model: ModelDescription
+    """Model of a Hugging Face directory."""
+    version: int
+    """Policy version of the weights in that directory; -1 if servers must wait for a first update."""
+    host: str
+    """Address for servers on this machine that trainer ranks can reach."""
+    folder: Path
+    """Run directory; servers have a folder of their kind's name there."""
+    launcher: Callable[[Any, Path, float], ServerLauncher]
+    """Makes the launcher of one server, from options of its kind, a folder for its files, and the longest start-up in
+    seconds: on this machine or on a Ray cluster."""
+    is_on_ray: bool
+    """True if Ray chooses the node and the devices of each server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """A kind of servers that a run can sample with."""
+
+    title: str
+    """Its name in messages."""
+    launchers: Callable[[Any, ServedRun], Sequence[ServerLauncher]]
+    """Makes the launchers of a run's servers, from the section `rollout` of this kind: they start servers, or wait for
+    servers that others start."""
+    connect: Callable[[ModelFacts, EngineOptions], Connect]
+    """Makes the function that connects to servers of a model."""
+    open_channel: Callable[[Target, Any], WeightChannel]
+    """Opens a way for weights to a server from another process than the engine's; takes the torch device that they are
+    sent from."""
 
 
 def new_request_id(rollout_id: str) -> str:

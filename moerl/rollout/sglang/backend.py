@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,10 @@ from moerl.rollout.fleet.backend import (
     AttemptReply,
     AttemptResult,
     ModelFacts,
-    ServerLauncher,
     TransportError,
     new_request_id,
 )
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.sglang.answers import cached_tokens, finish_reason, read_segment, sampled_answer, version_spans
 from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
@@ -34,13 +32,6 @@ from moerl.rollout.sglang.many_answers import PATH, ManyAnswers
 from moerl.rollout.sglang.update_calls import UpdateCalls
 
 _PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
-
-
-def sglang_engine(
-    launchers: Sequence[ServerLauncher], model: ModelFacts, options: EngineOptions, version: int
-) -> FleetEngine:
-    """Makes an engine on SGLang servers; arguments and errors as those of `FleetEngine`."""
-    return FleetEngine(launchers, SGLangConnect(model, options), model, options, version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moerl.errors import ConfigError, EngineError
-from moerl.orchestration.engines import first_devices
 from moerl.ranks.on_ray.messages import NodeFacts, Versions
 from moerl.ranks.on_ray.shared import groups_on_nodes, note_ranks, ranks_of_server
 from moerl.ranks.start import check_gpus
+from moerl.rollout.sglang.kind import first_devices
 from moerl.rollout.sglang.server import ServerOptions
 
 

@@ -7,6 +7,8 @@ import torch
 from full_updates import full
 from safetensors.torch import load_file
 
+from moerl.contract import weight_update
+from moerl.contract.weight_update import UpdateKind
 from moerl.errors import WeightSyncError
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes
 
@@ -57,6 +59,27 @@ def test_tensors_are_cast_to_the_dtype_of_the_model(make_model, tmp_path: Path):
     staging.receive(checkpoint.items())
     staging.commit()
     assert _same(_state(target), _state(source.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kind_that_demands_some_tensors_leaves_the_others_as_they_are(
+    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+):
+    monkeypatch.setitem(weight_update.DEMANDS, UpdateKind.FULL, lambda listed, held, tied: iter(()))
+    source, target = make_model(seed=1, dtype=dtype), make_model(seed=2, dtype=dtype)
+    target.float()  # numbers of the narrower type, computed with in a wider one
+    expected = _state(target)
+    name, expert = "model.layers.2.mlp.experts.down_proj", 3
+    expected["model.norm.weight"] = _state(source)["model.norm.weight"].float() + 1
+    expected[name][expert] = _state(source)[name][expert].float()
+    brought = {
+        "model.norm.weight": expected["model.norm.weight"],
+        f"model.layers.2.mlp.experts.{expert}.down_proj.weight": expected[name][expert].clone(),
+    }
+    staging = WeightStaging(target, full(1, brought), dict.fromkeys(expected, dtype))
+    staging.receive(brought.items())
+    staging.commit()
+    assert _same(_state(target), expected)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "misshaped", "twice"])
