@@ -65,7 +65,7 @@ class EmbeddedRolloutConfig(SamplingConfig):
 class ServedRolloutConfig(SamplingConfig):
     """Keys of all servers, whoever starts them."""
 
-    kind: ClassVar[str] = "sglang"
+    kind: ClassVar[str]
     """Kind of the servers, in `moerl.rollout.server_kinds`."""
     starts_servers: ClassVar[bool] = True
     """True if the run starts its servers, with the weights of its model; False if others do."""
@@ -77,10 +77,18 @@ class ServedRolloutConfig(SamplingConfig):
         " after four failed probes it is replaced."
     )
 
+    @property
+    def keeps_weight_copy(self) -> bool:
+        """Returns False only for a single server that others started: a run that loses it cannot go on. A server that
+        the run starts again needs the weights while the trainer is at work."""
+        return self.starts_servers or self.num_servers > 1
+
 
 class SGLangRolloutConfig(ServedRolloutConfig):
     """SGLang servers that the run starts, watches and stops."""
 
+    kind: ClassVar[str] = "sglang"
+    """SGLang."""
     engine: Literal["sglang"] = Field(description="Engine that samples.")
     placement: Literal["apart", "colocated"] = Field(
         description="apart = each server has GPUs (on CPU: cores) of its own, the last ones of the machine; colocated ="
@@ -120,11 +128,6 @@ class SGLangRolloutConfig(ServedRolloutConfig):
         """Devices (on CPU: cores) that the servers have for themselves."""
         return 0 if self.is_colocated else self.servers * self.tensor
 
-    @property
-    def keeps_weight_copy(self) -> bool:
-        """Returns True: a server that the run starts again needs the weights while the trainer is at work."""
-        return True
-
 
 def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
@@ -133,6 +136,8 @@ def _as_list(value: object) -> object:
 class ServerRolloutConfig(ServedRolloutConfig):
     """Servers that `moerl serve` runs."""
 
+    kind: ClassVar[str] = "sglang"
+    """SGLang."""
     starts_servers: ClassVar[bool] = False
     """False: `moerl serve` starts them."""
     engine: Literal["sglang_server"] = Field(description="Engine that samples.")
@@ -143,11 +148,6 @@ class ServerRolloutConfig(ServedRolloutConfig):
     @property
     def num_servers(self) -> int:
         return len(self.server)
-
-    @property
-    def keeps_weight_copy(self) -> bool:
-        """Returns whether there are several servers: a run that loses its only one cannot go on."""
-        return self.num_servers > 1
 
 
 class DumpsRolloutConfig(SamplingConfig):
