@@ -66,19 +66,21 @@ class WeightStaging:
         self._arrivals = Arrivals(update)
         self._tied = _tied_names(model)
         self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}
-        views = {name: checkpoint_views(name, tensor) for name, tensor in self._live.items()}
-        held = {name: tuple(view.shape) for of_one in views.values() for name, view in of_one.items()}
-        check_update(update, held, self._tied)
-        brought = {self._tied.get(name, name) for name in update.tensors}
         self._staged: dict[str, Tensor] = {}
         self._places: dict[str, Tensor] = {}
-        for name, of_one in views.items():
-            if brought.isdisjoint(of_one):
+        held: dict[str, tuple[int, ...]] = {}
+        brought = {self._tied.get(name, name) for name in update.tensors}
+        for name, tensor in self._live.items():
+            staged = torch.empty_like(tensor, dtype=dtypes[name])
+            places = checkpoint_views(name, staged)
+            held |= {place: tuple(view.shape) for place, view in places.items()}
+            if brought.isdisjoint(places):
                 continue
-            live, dtype = self._live[name], dtypes[name]
-            whole = brought.issuperset(of_one)
-            self._staged[name] = torch.empty_like(live, dtype=dtype) if whole else live.to(dtype, copy=True)
-            self._places |= checkpoint_views(name, self._staged[name])
+            if not brought.issuperset(places):
+                staged.copy_(tensor)
+            self._staged[name] = staged
+            self._places |= places
+        check_update(update, held, self._tied)
         self._tied_received: dict[str, Tensor] = {}
 
     @property
