@@ -56,14 +56,15 @@ OVER_BOTH = keys_of("slurm_two_nodes")
 assert OVER_BOTH[-1] == "launch.on=ray"
 
 
-def raylets() -> set[str]:
-    """Processes that are a node of Ray."""
-    found = set[str]()
+def raylets(job_id: str) -> list[str]:
+    """The nodes of SLURM on which a job has a node of Ray; tests beside this one may have others."""
+    found: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (process / "cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
-                found.add(process.name)
-    return found
+            is_raylet = (process / "cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet")
+            if is_raylet and f"SLURM_JOB_ID={job_id}" in (process / "environ").read_text().split("\0"):
+                found.append(node_of(int(process.name)))
+    return sorted(found)
 
 
 def node_of(pid: int) -> str:
@@ -77,21 +78,21 @@ def node_of(pid: int) -> str:
 def test_a_run_over_two_nodes_is_stopped_requeued_and_ends_with_the_metrics_of_local_processes(
     two_nodes: Cluster, tmp_path: Path
 ) -> None:
-    local, before = tmp_path / "local", raylets()
+    local = tmp_path / "local"
     finished = moerl(
         "train", *OVER_BOTH[:-1], f"run_dir='{local}'", command=(sys.executable, "-m", "moerl"), path=IMPORTS
     )
     assert finished.status == 0, finished.output
     job = submit(two_nodes, tmp_path / "run", *OVER_BOTH, "--nodes", "2")
     job.wait_for_step(1)
-    assert len(raylets() - before) == 2
+    assert raylets(job.job_id) == ["n1", "n2"]
     assert job.job()["NumNodes"] == "2"
     assert [node_of(pid) for _, pid in sorted(rank_processes(job.run_dir).items())] == ["n1", "n2"]
     two_nodes.call("scancel", "--batch", "--signal=USR1", job.job_id)
     job.wait_for_end(1)
     job.wait_for("COMPLETED")
     assert job.ends() == [(75, 75), (0, 0)]
-    assert raylets() <= before
+    assert raylets(job.job_id) == []
     assert_the_same(job.run_dir, local)
     looks = sorted(job.run_dir.glob("slurm/*.doctor"))
     assert len(looks) == 2
