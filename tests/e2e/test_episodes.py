@@ -156,7 +156,8 @@ def test_a_run_of_conversations_with_tools_trains_what_the_policy_read(forked: R
 @pytest.mark.slow
 def test_a_run_of_episodes_that_was_killed_goes_on_from_its_journal(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})
+    # Then the checkpoint of the first step is there: that of the second waited for it.
+    kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 3})
     assert forked.run("train", *GUESS, *BESIDE, f"run_dir='{run}'", fault=kill).status == -signal.SIGKILL
     finished = forked.run("train", f"resume={run}")
     assert finished.status == 0, finished.output
