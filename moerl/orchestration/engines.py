@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moerl.config.placement import controller_address
 from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
@@ -93,8 +92,7 @@ def open_engine(
         keeps_copy=rollout.keeps_weight_copy,
         shares_devices=rollout.is_colocated,
     )
-    is_on_ray = config.launch.on == "ray"
-    run = ServedRun(model, version, controller_address(config.launch), config.run_dir, launcher, is_on_ray)
+    run = ServedRun(model, version, config.launch, config.run_dir, launcher)
     from moerl.rollout.factory import served_engine
 
     return served_engine(rollout, run, options)

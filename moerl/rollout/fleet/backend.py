@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from moerl.config.schema import LaunchConfig
 from moerl.contract.commands import Target
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
@@ -210,15 +211,13 @@ class ServedRun:
     """Model of a Hugging Face directory."""
     version: int
     """Policy version of the weights in that directory; -1 if servers must wait for a first update."""
-    host: str
-    """Address for servers on this machine that trainer ranks can reach."""
+    launch: LaunchConfig
+    """Machines of the run. On Ray, Ray chooses the node and the devices of each server."""
     folder: Path
     """Run directory; servers have a folder of their kind's name there."""
     launcher: Callable[[Any, Path, float], ServerLauncher]
     """Makes the launcher of one server, from options of its kind, a folder for its files, and the longest start-up in
     seconds: on this machine or on a Ray cluster."""
-    is_on_ray: bool
-    """True if Ray chooses the node and the devices of each server."""
 
 
 @dataclass(frozen=True, slots=True)

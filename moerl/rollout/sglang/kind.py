@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from moerl.config.placement import controller_address
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import EngineError
 from moerl.rollout.fleet.backend import ServedRun, ServerKind, ServerLauncher
@@ -26,6 +27,7 @@ def launchers(rollout: SGLangRolloutConfig | ServerRolloutConfig, run: ServedRun
 
     Raises:
         EngineError: this machine has fewer GPUs than the servers need.
+        ConfigError: this machine cannot reach the Ray cluster.
     """
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
@@ -44,9 +46,10 @@ def launchers(rollout: SGLangRolloutConfig | ServerRolloutConfig, run: ServedRun
         vocab_size=run.model.spec.vocab_size,
         passed_on=rollout.server_args,
         policy_version=run.version,
-        host=run.host,
+        # An address that the ranks can reach, which send the weights.
+        host=controller_address(run.launch),
     )
-    gpus = torch.cuda.device_count() if options.device == "cuda" and not run.is_on_ray else None
+    gpus = torch.cuda.device_count() if options.device == "cuda" and run.launch.on == "local" else None
     return [
         run.launcher(replace(options, first_device=first), run.folder / _FOLDER / str(i), rollout.start_seconds)
         for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus, shared=rollout.is_colocated))
