@@ -18,6 +18,7 @@ from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.orchestration.engines import group_plan
 from moerl.orchestration.groups import GroupSource
+from moerl.orchestration.groups_ahead import group_source
 from moerl.orchestration.outcome import RolloutOutcome
 from moerl.orchestration.scoring import Scoring
 
@@ -91,7 +92,7 @@ def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector
     sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
     config = load_config([*sizes, *overrides], command="train")
     collector: Any = FakeCollector(answers)
-    groups = GroupSource(group_plan(config), collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
+    groups = group_source(group_plan(config), collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
     groups.restore({}, 0)
     return groups, collector
 

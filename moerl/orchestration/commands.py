@@ -33,7 +33,7 @@ from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import MakeProcess, begun_early, dump_source, group_plan, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
-from moerl.orchestration.groups import GroupSource
+from moerl.orchestration.groups_ahead import group_source
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.rl import STAGE as RL
@@ -119,7 +119,7 @@ def _train(run: Run, model_path: Path) -> None:
         run.build("rl", model_path, engine)
         journal = Journal(config.run_dir / "journal", run.model.spec)
         prompts = run.task.prompts("train", run.task.size("train"))
-        source = GroupSource(group_plan(config), collector, prompts, RL, journal)
+        source = group_source(group_plan(config), collector, prompts, RL, journal)
         RLStage(run, source, run.packing(start), config.rl.steps, Live(engine, collector)).train()
         engine_bytes = engine_memory(engine)
         if config.rollout.is_colocated:

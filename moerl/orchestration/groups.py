@@ -1,13 +1,13 @@
 """Batches of groups: prompts are dispatched slot by slot, their responses collected, filtered, and handed out in order.
 
-Every rollout that is asked for is in the ledger until it is trained, filtered or refused. Without staleness a step asks
-for its groups and waits for them; with staleness threads collect groups during the training. Runs in the controller.
+Every rollout that is asked for is in the ledger until it is trained, filtered or refused. A step asks for its groups
+and waits for them; `groups_ahead` has threads collect them during the training. Runs in the controller.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import RolloutOutcome, finished_group
-from moerl.orchestration.rollouts import Collector, unwatched
+from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.selection import accuracy_of, check_fills_up, num_episodes
 from moerl.orchestration.source import GroupPlan
 
@@ -68,8 +68,6 @@ class GroupSource:
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed, self._asked_version = False, -1
-        # True if groups are sampled while others are trained; if not, the thread that asks for a batch collects it.
-        self._overlaps = plan.limits.max_staleness > 0
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
         self._turns = KeptTurns()
@@ -102,7 +100,7 @@ class GroupSource:
         self._lengths.warn(self._collector.say)
         self.metrics = {
             **self._lengths.metrics(),
-            **age_metrics(self.version, versions, histogram=self._overlaps),
+            **age_metrics(self.version, versions, histogram=self.limits.max_staleness > 0),
             **self._flow.lap(),
             "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
             "groups/filtered": float(self.ledger.filtered.total()),
@@ -149,9 +147,8 @@ class GroupSource:
         return self._taken
 
     def sent(self) -> None:
-        """Notes that the trainer has sent the weights. Waits for the engines if the next groups need these weights."""
-        if not self._overlaps:
-            self.settle()
+        """Notes that the trainer has sent the weights. Waits for the engines: the next groups need these weights."""
+        self.settle()
 
     def settle(self) -> None:
         """Waits until the callback of `expect`, if one is due, is called. Raises the first error of a thread."""
@@ -175,8 +172,8 @@ class GroupSource:
             with self._state:
                 released, self._held, self._awaits_engines = self._held, [], False
                 self._queue.release(released)
-                if released and self._overlaps and not self._is_closed:
-                    self._ask_for_more()
+                if released and not self._is_closed:
+                    self._freed()
                 self._state.notify_all()
         except Exception as error:  # noqa: BLE001 - the thread boundary: the loop raises it
             self._fail(error)
@@ -218,19 +215,16 @@ class GroupSource:
         for number in numbers:
             resumed = self._turns.num_episodes(number)
             self.ledger.ask_again(resumed, self.ledger.pending_of(number) - resumed if number in again else 0)
-        if numbers and not self._overlaps:
-            self._collect(numbers)
-            return True
-        if numbers:
-            name = f"groups-{numbers[0]}"
-            threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
-        return bool(there)
+        are_collected = bool(numbers) and self._begin(numbers)
+        return are_collected or bool(there)
 
-    def _collect_beside(self, numbers: Sequence[int]) -> None:
-        try:
-            self._collect(numbers)
-        except BaseException as error:  # noqa: BLE001 - the thread boundary: the loop raises it
-            self._fail(error)
+    def _begin(self, numbers: Sequence[int]) -> bool:
+        """Begins to collect groups. Returns True if they are there: the thread that waits for them collected them."""
+        self._collect(numbers, self._collector.watch)
+        return True
+
+    def _freed(self) -> None:
+        """Notes, in the thread of an update of weights, that slots are free: `batch` will ask for their groups."""
 
     def _fail(self, error: BaseException) -> None:
         with self._state:
@@ -238,10 +232,9 @@ class GroupSource:
                 self._error = self._error or error
             self._state.notify_all()
 
-    def _collect(self, numbers: Sequence[int]) -> None:
-        """Collects groups; each can be trained as soon as all of its rollouts are there."""
+    def _collect(self, numbers: Sequence[int], watch: Callable[[int, int, int], None]) -> None:
+        """Collects groups; each can be trained as soon as all of its rollouts are there. watch: that of `Collector`."""
         collector, version = self._collector, self.version
-        watch = unwatched if self._overlaps else collector.watch
         requests = {n: self._plan.requests(collector, self._prompt(n), self._stage, n) for n in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
         found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
@@ -278,8 +271,8 @@ class GroupSource:
 
     def _may_recover(self, newest_version: int) -> bool:
         """Returns True if a resumed run could take back what these weights sampled: `recover` takes only what the
-        weights of a checkpoint have sampled, and without staleness a batch is trained before the next checkpoint."""
-        return self._overlaps or newest_version <= self._saved_version
+        weights of a checkpoint have sampled, and a batch is trained before the next checkpoint."""
+        return newest_version <= self._saved_version
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """Adds a group whose rollouts are all answered to the journal, and finishes it."""

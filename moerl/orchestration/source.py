@@ -18,7 +18,7 @@ from moerl.orchestration.selection import filtered_for, select
 class Source(Protocol):
     """Source of groups: hands the loop a batch for each step, and keeps account of every rollout.
 
-    `groups.GroupSource` asks an engine for groups, embedded or servers; `dump_source.DumpSource` reads them.
+    `groups_ahead.group_source` makes one that asks an engine, embedded or servers; `dump_source` reads dumps.
     """
 
     limits: QueueLimits

@@ -145,6 +145,12 @@ def test_all_checks_are_tried_on_a_cpu_and_fit_into_six_minutes_together(gpu_che
     assert beside + alone <= gpu_check.BUDGET_SECONDS
 
 
+def test_the_documentation_gives_the_limit_of_each_check(gpu_check: Any) -> None:
+    page = (Path(gpu_check.ROOT) / "docs" / "gpu_check.md").read_text(encoding="utf-8")
+    for check in gpu_check.CHECKS:
+        assert f"| {check.name} | {check.limit_seconds:g}{', alone' * check.times} |" in page
+
+
 def test_checks_of_correctness_that_run_side_by_side_fit_into_a_gpu_of_80_gib_together(gpu_check: Any) -> None:
     assert sum(check.gib for check in gpu_check.CHECKS if not check.times) <= gpu_check.DEVICE_SHARE * 80
 

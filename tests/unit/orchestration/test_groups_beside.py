@@ -96,6 +96,25 @@ def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before
     assert groups.ledger.trained == 24
 
 
+def test_without_staleness_the_next_step_waits_until_engines_have_the_weights_and_with_it_does_not() -> None:
+    def step(*overrides: str) -> tuple[threading.Thread, Taken]:
+        groups, _ = source(answer, *overrides)
+        groups.batch()
+        groups.trained()
+        tell = groups.expect()
+        thread = threading.Thread(target=groups.sent)
+        thread.start()
+        thread.join(0.2)
+        return thread, tell
+
+    ahead, _ = step(*BESIDE)
+    assert not ahead.is_alive()
+    in_turn, tell = step()
+    assert in_turn.is_alive()
+    tell(None)
+    in_turn.join()
+
+
 def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back() -> None:
     groups, _ = source(answer, *BESIDE)
     groups.batch()
