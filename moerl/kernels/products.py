@@ -16,6 +16,8 @@ from torch import Tensor
 
 SLAB_ELEMENTS = 2**21
 """Numbers in a slab of logits, or in a slab of rows of the head, of a small microbatch: 8 MiB in float32."""
+SLAB_MULTIPLE = 64
+"""Columns of a slab are a multiple of it, so that its rows begin at addresses that Hopper's fast products can read."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -26,8 +28,10 @@ def on_device(device: torch.device) -> bool:
 
 def slab_columns(num_rows: int, width: int) -> int:
     """Returns the columns per slab, for hidden states [num_rows, width]: a slab has `SLAB_ELEMENTS` numbers, or as many
-    as the hidden states if those are more. Large products stay efficient, and extra memory is a few slabs."""
-    return max(SLAB_ELEMENTS // max(num_rows, width, 1), min(num_rows, width), 1)
+    as the hidden states if those are more. Large products stay efficient, and extra memory is a few slabs. More columns
+    than `SLAB_MULTIPLE` are rounded down to a multiple of it."""
+    columns = max(SLAB_ELEMENTS // max(num_rows, width, 1), min(num_rows, width), 1)
+    return columns - columns % SLAB_MULTIPLE if columns > SLAB_MULTIPLE else columns
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -64,9 +68,13 @@ def write_product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
 def _float32_sums() -> Iterator[None]:
     """Keeps the library from adding parts of a long product in half precision."""
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    # Each is a pair: may parts be added in half precision, and may a long product be split.
+    before = [(getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names]
+    for name in names:
+        setattr(settings, name, False)
     try:
         yield
     finally:
-        settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
+        for name, pair in zip(names, before, strict=True):
+            setattr(settings, name, pair)

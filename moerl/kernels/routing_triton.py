@@ -20,7 +20,7 @@ from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
 from moerl.contract.trainer import STATISTICS
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 
-PROGRAMS = 64
+PROGRAMS = 256
 """Programs that share the rows of a comparison, and partial sums of each statistic."""
 BLOCK_ELEMENTS = 4096
 """Elements of a routing map that a program holds at a time."""

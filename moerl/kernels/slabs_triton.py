@@ -1,7 +1,8 @@
 """Triton kernels over a slab of logits: sums per row, and gradients of the logits. Runs in trainer processes on GPUs.
 
 Each row of a slab has one program, so that a slab is read once forward and once backward, and results have the same
-bits every time. Shape legend: `moerl/kernels/__init__.py`.
+bits every time. Microbatches differ in their rows: a kernel is compiled anew only for columns that 16 does not divide,
+which the last slab can have. Shape legend: `moerl/kernels/__init__.py`.
 """
 
 # Triton infers the types of a kernel's arguments.
@@ -20,7 +21,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program reads at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_rows"])
 def add_kernel(
     z_ptr, temperatures_ptr, targets_ptr, state_ptr, first, num_rows, num_columns, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -54,7 +55,7 @@ def add_kernel(
         tl.store(at_state + 3 * num_rows, tl.load(own + target) / temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     z_ptr, temperatures_ptr, targets_ptr, log_sums_ptr, entropy_ptr, of_logprobs_ptr, of_entropy_ptr, out_ptr,
     first, num_columns, BLOCK: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr,
@@ -82,7 +83,7 @@ def gradient_kernel(
         tl.store(out + at, (grad / temperature).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_kl_kernel(
     z_ptr, other_ptr, temperatures_ptr, state_ptr, num_rows, num_columns, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -150,7 +151,7 @@ def empty_state(temperatures_R: Tensor, maxima: tuple[int, ...], size: int) -> T
 def add(z_RC: Tensor, temperatures_R: Tensor, targets_R: Tensor, state_4R: Tensor, first: int) -> None:
     """Adds a slab that begins at column `first` to the state. targets_R: int64, local columns; a target outside of the
     slab changes nothing."""
-    add_kernel[(len(z_RC),)](z_RC, temperatures_R, targets_R, state_4R, first, len(z_RC), z_RC.shape[1], **_fixed(z_RC))
+    add_kernel[(len(z_RC),)](z_RC, temperatures_R, targets_R, state_4R, first, len(z_RC), z_RC.shape[1], **_fixed())
 
 
 def gradient(
@@ -171,14 +172,14 @@ def gradient(
     of_logprobs_R, of_entropy_R = (scored[0] if each is None else each.contiguous() for each in grads)
     gradient_kernel[(len(z_RC),)](
         z_RC, *rows, *scored, of_logprobs_R, of_entropy_R, out_RC, first, z_RC.shape[1],
-        **_fixed(z_RC, OF_LOGPROBS=grads[0] is not None, OF_ENTROPY=grads[1] is not None),
+        **_fixed(OF_LOGPROBS=grads[0] is not None, OF_ENTROPY=grads[1] is not None),
     )  # fmt: skip
     return out_RC
 
 
 def add_kl(z_RC: Tensor, other_RC: Tensor, temperatures_R: Tensor, state_5R: Tensor) -> None:
     """Adds a slab of logits of each model to the state."""
-    add_kl_kernel[(len(z_RC),)](z_RC, other_RC, temperatures_R, state_5R, len(z_RC), z_RC.shape[1], **_fixed(z_RC))
+    add_kl_kernel[(len(z_RC),)](z_RC, other_RC, temperatures_R, state_5R, len(z_RC), z_RC.shape[1], **_fixed())
 
 
 def kl_gradient(
@@ -189,10 +190,10 @@ def kl_gradient(
     per_row: temperatures, `log sum exp`, expected difference of the logits, gradient of the KL.
     """
     out_RC = torch.empty_like(z_RC, dtype=dtype)
-    kl_gradient_kernel[(len(z_RC),)](z_RC, other_RC, *per_row, out_RC, z_RC.shape[1], **_fixed(z_RC))
+    kl_gradient_kernel[(len(z_RC),)](z_RC, other_RC, *per_row, out_RC, z_RC.shape[1], **_fixed())
     return out_RC
 
 
-def _fixed(z_RC: Tensor, **more: bool) -> dict[str, Any]:
+def _fixed(**more: bool) -> dict[str, Any]:
     """Returns the constants that a kernel is compiled for."""
-    return {"BLOCK": min(BLOCK_COLUMNS, triton.next_power_of_2(z_RC.shape[1])), **more}
+    return {"BLOCK": BLOCK_COLUMNS, **more}

@@ -28,7 +28,7 @@ SET_BLOCK: Any = 1024
 """Ids of a set that a program reads at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def dots_kernel(
     hidden_ptr, weight_ptr, rows_ptr, columns_ptr, positions_ptr, z_ptr, num_pairs, width,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, ACCUMULATE: tl.constexpr,

@@ -39,6 +39,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.models.description import ModelDescription
 
 SLAB_ELEMENTS = 2**21
+SLAB_MULTIPLE = 64
 SLABS = 3
 """Slabs of logits alive at once: the logits, their exponentials, their gradient."""
 
@@ -223,7 +224,8 @@ def _scoring_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, st
 
 def slab_columns(num_rows: int, width: int) -> int:
     """Returns the columns of the vocabulary worked on at a time: as `moerl.kernels.products.slab_columns`."""
-    return max(SLAB_ELEMENTS // max(num_rows, width), min(num_rows, width))
+    columns = max(SLAB_ELEMENTS // max(num_rows, width), min(num_rows, width))
+    return columns - columns % SLAB_MULTIPLE if columns > SLAB_MULTIPLE else columns
 
 
 def _rows(dims: ParallelDims, needs: Needs) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -63,13 +63,26 @@ class Launches(TorchDispatchMode):
 class Recorder:
     """Stands in for a Triton kernel."""
 
-    def __init__(self, name: str, seen: list[str]) -> None:
-        self._name, self._seen = name, seen
+    launches: ClassVar[list[tuple[Any, ...]]] = []
+    """Of the running test: name of the kernel, sizes that it is compiled anew for (by whether 16 divides them), and
+    constants."""
+
+    def __init__(self, name: str, seen: list[str], kernel: Any) -> None:
+        self._name, self._seen, self._kernel = name, seen, kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(0 < size < 2**31 for size in grid)
         assert all(size < 2**16 for size in grid[1:])
-        return lambda *args, **constants: self._seen.append(self._name)
+        return self._launch
+
+    def _launch(self, *args: Any, **constants: Any) -> None:
+        self._seen.append(self._name)
+        sizes = [
+            (parameter.name, value == 1, value % 16 == 0)
+            for parameter, value in zip(self._kernel.params, args, strict=False)
+            if isinstance(value, int) and not parameter.do_not_specialize
+        ]
+        self.launches.append((self._name, *sizes, *constants.items()))
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +92,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch, implementation: None) -> list[str]:
     for module in (sparse_triton, slabs_triton):
         for name in vars(module):
             if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Recorder(name, seen))
+                monkeypatch.setattr(module, name, Recorder(name, seen, getattr(module, name)))
+    Recorder.launches.clear()
     monkeypatch.setattr(products, "on_device", lambda device: device.type == "meta")
     monkeypatch.setattr(products, "SLAB_ELEMENTS", 2**21)
     return seen
 
 
-def leaves() -> tuple[Tensor, Tensor]:
-    hidden_TH, weight_VH = (torch.empty(size, WIDTH, dtype=torch.bfloat16, device="meta") for size in (ROWS, VOCAB))
+def leaves(num_rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    hidden_TH, weight_VH = (torch.empty(size, WIDTH, dtype=torch.bfloat16, device="meta") for size in (num_rows, VOCAB))
     return hidden_TH.requires_grad_(), weight_VH.requires_grad_()
 
 
@@ -163,6 +177,20 @@ def test_a_pass_over_the_full_vocabulary_is_two_launches_a_slab_and_four_back(ke
     assert forward["mm"] == num_slabs
     assert launches.names["mm"] == 4 * num_slabs
     assert launches.zeroed_bytes <= ROWS * WIDTH * 4 + ROWS * 64, "no zeros before the head's gradient"
+
+
+def test_kernels_over_the_full_vocabulary_are_compiled_twice_however_many_rows_a_microbatch_has() -> None:
+    for num_rows in (1, 64, 300, 1000, 1501, 2047, 4096, 8191):
+        hidden_TH, weight_VH = leaves(num_rows)
+        inputs = head_inputs(hidden_TH, weight_VH)
+        rows = Rows.open(np.zeros(num_rows, np.int64), np.ones(num_rows, np.float32))
+        score_full(inputs, plan_rows(rows, inputs)).logprobs_T.sum().backward()
+        chosen_T = np.ones(num_rows, np.bool_)
+        kl_full(inputs, head_inputs(*leaves(num_rows)), plan_full(rows, chosen_T, inputs)).sum().backward()
+    compiled = Counter(name for name, *_ in set(Recorder.launches))
+    # Once for columns that 16 divides, once for the last ones of a vocabulary.
+    assert compiled.keys() == {"add_kernel", "gradient_kernel", "add_kl_kernel", "kl_gradient_kernel"}
+    assert max(compiled.values()) <= 2, sorted(set(map(str, Recorder.launches)))
 
 
 def test_a_kl_over_the_full_vocabulary_waits_for_nothing(kernels: list[str]) -> None:

@@ -67,6 +67,12 @@ def test_a_slab_is_no_larger_than_its_bound_or_the_hidden_states(num_rows: int, 
     assert columns * num_rows <= max(products.SLAB_ELEMENTS, num_rows * width)
 
 
+@pytest.mark.parametrize("width", [2048, 4096, 7168])
+def test_rows_of_a_slab_begin_at_addresses_that_fast_products_read(width: int) -> None:
+    columns = {products.slab_columns(num_rows, width) for num_rows in range(65, 16_384)}
+    assert all(each % products.SLAB_MULTIPLE == 0 for each in columns)
+
+
 def test_slabs_are_no_larger_than_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -52,6 +52,26 @@ def test_a_product_of_half_precision_is_one_call_with_float32_sums(half: torch.d
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_a_product_leaves_the_settings_of_the_process_as_they_were(split: bool) -> None:
+    settings = torch.backends.cuda.matmul
+
+    def pair() -> tuple[bool, bool]:
+        names = ("allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k")
+        half, of_split = (bool(getattr(settings, name)) for name in names)
+        return half, of_split
+
+    before = pair()
+    try:
+        settings.allow_bf16_reduced_precision_reduction = (False, split)
+        with FakeTensorMode():
+            a, b = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in ((8, 4), (4, 6)))
+            products.matmul(a, b)
+        assert pair() == (False, split)
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
+
+
 def test_products_on_a_cpu_are_float32_and_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((8, 4), (4, 6)))

@@ -254,7 +254,7 @@ def test_the_heaviest_stage_is_reported_and_the_last_one_scores():
 
 
 def test_slabs_are_as_wide_as_the_kernels_make_them():
-    for num_rows, width in ((1, 64), (512, 2048), (8192, 2048), (32768, 7168)):
+    for num_rows, width in ((1, 64), (512, 2048), (1501, 2048), (8192, 2048), (32768, 7168)):
         assert slab_columns(num_rows, width) == products.slab_columns(num_rows, width)
 
 
