@@ -172,7 +172,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     for note in refuse(facts_of_train(config)):
         print(f"note: {note}", file=sys.stderr)
     listen_for_servers(config.rollout, host=controller_address(config.launch))
-    before_cuda(config.trainer.tf32)
+    before_cuda(config.trainer.tf32, deterministic=config.trainer.deterministic)
     # The imports take seconds; a stop signal may end them, too.
     for name in MODULES_OF_RUNS:
         importlib.import_module(name)

@@ -24,6 +24,8 @@ PROGRAMS = 256
 """Programs that share the rows of a comparison, and partial sums of each statistic."""
 BLOCK_ELEMENTS = 4096
 """Elements of a routing map that a program holds at a time."""
+WARPS_OF_CHOICES = 8
+"""Warps of a program that compares choices; with Triton's four its numbers do not fit into registers."""
 
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
@@ -164,6 +166,7 @@ def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) ->
         NUM_CHOSEN=num_chosen,
         LEAVES_SOME_OUT=num_chosen < num_experts,
         NUM_STATISTICS=len(STATISTICS),
+        num_warps=WARPS_OF_CHOICES,
     )
     _choices_kernel[(PROGRAMS,)](
         choices.scores_TE.contiguous(), choices.own_TK.contiguous(), choices.recorded_TK.contiguous(),

@@ -25,6 +25,10 @@ TF32 = "NVIDIA_TF32_OVERRIDE"
 """Read by NVIDIA's libraries as they are loaded; 0: products of float32 numbers are exact, whatever a caller asks for.
 Transformer Engine asks for TF32 in every float32 product, and torch's own switches do not reach it."""
 
+_DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables of a process with deterministic kernels only: Transformer Engine's attention asks for the first one, cuBLAS
+reads the second one as it is loaded."""
+
 _OF_THE_USER = (SPINS, "OMP_WAIT_POLICY")
 _LIBRARIES = r".*[/\\](site|dist)-packages[/\\]"
 
@@ -52,18 +56,19 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def tf32_variables(tf32: str) -> dict[str, str]:
-    """Returns the variables of a process whose products of float32 numbers are as `trainer.tf32` says."""
-    return {TF32: "0"} if tf32 == "off" else {}
+def cuda_variables(tf32: str, *, deterministic: bool) -> dict[str, str]:
+    """Returns the variables of a process that computes as `trainer.tf32` and `trainer.deterministic` say."""
+    return ({TF32: "0"} if tf32 == "off" else {}) | (_DETERMINISTIC if deterministic else {})
 
 
-def before_cuda(tf32: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the precision of products of float32 numbers on a GPU in this process, before it imports torch.
+def before_cuda(tf32: str, *, deterministic: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Tells NVIDIA's libraries how to compute on a GPU in this process, before it imports torch.
 
     Args:
         tf32: as `trainer.tf32`; the variable that a user has set stays if this is on.
+        deterministic: as `trainer.deterministic`.
     """
-    environment.update(tf32_variables(tf32))
+    environment.update(cuda_variables(tf32, deterministic=deterministic))
 
 
 def has_tf32(environment: Mapping[str, str] = os.environ) -> bool:

@@ -12,7 +12,7 @@ from moerl.config.ranks import RankConfig, rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, TrainerError, UnprovedError, ending, undoing
-from moerl.machine.torch_start import tf32_variables
+from moerl.machine.torch_start import cuda_variables
 from moerl.processes.child import describe_output, module_program, remove_empty
 
 PROGRAM = module_program("moerl.ranks.process")
@@ -188,5 +188,5 @@ def rank_variables(config: RankConfig, rank: int, local_rank: int) -> dict[str, 
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(config.parallel.world_size),
         "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
-        **tf32_variables(config.trainer.tf32),
+        **cuda_variables(config.trainer.tf32, deterministic=config.trainer.deterministic),
     }

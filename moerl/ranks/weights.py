@@ -139,8 +139,10 @@ def _sink(
     rollout = config.rollout
     if isinstance(rollout, ServedRolloutConfig):
         kind = SERVER_KINDS[rollout.kind]
+        # Asked here: channels are opened in the sink's thread, and a thread that has set no GPU has the first one.
+        device = platform.device()
         return ServersSink(
-            lambda target: kind.open_channel(target, platform.device()),
+            lambda target: kind.open_channel(target, device),
             config.weights.bucket_bytes,
             keeps_copy=rollout.keeps_weight_copy,
             together=len(senders) == 1,

@@ -71,6 +71,8 @@ class PolicyModel:
 
     @quiet()
     def _build(self, auto_bridge: Any, hf_path: Path, options: ModelOptions) -> None:
+        if options.deterministic:
+            platform.use_deterministic_kernels()
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)

@@ -57,6 +57,13 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
+def use_deterministic_kernels() -> None:
+    """Has torch take deterministic kernels on a GPU, which Megatron asks for where tokens come back from experts; an
+    operation that has none warns. Does nothing on a CPU."""
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def can_share_prompts() -> bool:
     """Returns whether attention on this machine can have sequences go on from a shared one."""
     return not torch.cuda.is_available()

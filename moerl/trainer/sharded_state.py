@@ -265,8 +265,9 @@ def _metadata() -> dict[str, Any]:
         "non_homogeneous_layers": True,
         # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
         "distrib_optim_sharding_type": "fully_reshardable",
-        # On GPUs NCCL puts moments together; the memory-efficient way uses gloo, and fewer ranks write.
-        "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
+        # Moments are put together in host memory, over gloo. The other way is over NCCL, and needs room on the device
+        # for whole buffers of them in float32, beside weights and gradients.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
     }
 
 

@@ -6,9 +6,11 @@ What runs is Transformer Engine's own Python code with Megatron's spec for it; i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import families
 import pytest
@@ -22,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
+from moerl.machine.torch_start import cuda_variables
 from moerl.models.description import read_model
 from moerl.weights.manifest import model_manifest
 
@@ -78,6 +81,25 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
     both = sorted(found.keys() & expected.keys())
     wrong = [n for n in both if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
     return sorted(found.keys() ^ expected.keys()) + wrong
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def deterministic_mode(layout: Any, path: Path, variables: dict[str, str]) -> bool:
+    from moerl.trainer.model import ModelOptions, PolicyModel
+
+    with mock.patch.dict(os.environ, variables):
+        model = PolicyModel(read_model(path), ModelOptions(deterministic=True), layout)
+    return model.config.deterministic_mode
+
+
+def test_deterministic_attention_starts_with_the_variables_of_a_rank(
+    tmp_path: Path, gpu_ranks: Callable[[int], Ranks]
+) -> None:
+    families.write_model(tmp_path, FAMILIES["qwen3_moe"], seed=3)
+    variables = cuda_variables("on", deterministic=True)
+    assert gpu_ranks(1).run(deterministic_mode, tmp_path, variables) == [True]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

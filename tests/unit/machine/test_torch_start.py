@@ -129,15 +129,24 @@ def test_products_are_exact_before_cuda_begins_if_they_are_to_be(
     tf32: str, given: str | None, wanted: str | None
 ) -> None:
     environment = {} if given is None else {TF32: given}
-    before_cuda(tf32, environment)
+    before_cuda(tf32, environment=environment)
     assert environment.get(TF32) == wanted
     assert has_tf32(environment) == (wanted != "0")
+
+
+def test_libraries_are_told_before_cuda_begins_that_kernels_have_to_be_deterministic() -> None:
+    environment = dict[str, str]()
+    before_cuda("on", environment=environment)
+    assert environment == {}
+    before_cuda("on", deterministic=True, environment=environment)
+    assert environment == {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def test_commands_set_the_precision_of_products_before_they_import_torch() -> None:
     tree = ast.parse((ROOT / "moerl" / "cli.py").read_text())
     functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
-    wanted = {"_get_ready": "config.trainer.tf32", "_verify": "'off'", "_diagnose": "'off'"}
+    of_run = "config.trainer.tf32, deterministic=config.trainer.deterministic"
+    wanted = {"_get_ready": of_run, "_verify": "'off'", "_diagnose": "'off'"}
     for name, precision in wanted.items():
         lines = [ast.unparse(each) for each in functions[name].body]
         at = lines.index(f"before_cuda({precision})")

@@ -192,6 +192,24 @@ def test_on_a_gpu_megatrons_own_layers_are_built_without_the_kernel_of_apex(monk
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])
+def test_torch_takes_deterministic_kernels_on_a_gpu_alone(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    try:
+        platform.use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled() == has_cuda
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == has_cuda
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_checkpoint_on_a_gpu_puts_moments_together_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moerl.trainer import sharded_state
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sharded_state._metadata()["distrib_optim_fully_reshardable_mem_efficient"]
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
 def test_layers_are_made_by_this_projects_spec_on_every_device(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from moerl.trainer import platform
     from moerl.trainer.provider import provider_settings
