@@ -75,7 +75,7 @@ class _Work(dist.Work):
 
 
 class _Transfer(_Work):
-    """A send or a receive. gloo's are not done before somebody waits for them, which for one who polls a thread does."""
+    """A send or a receive. gloo's are not done before somebody waits; for one who polls, a thread does."""
 
     _end: Future[None] | None = None
 

@@ -19,7 +19,7 @@ from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 NUM_POLLS = 6000
-"""Of 10 ms each: a loaded machine is no fault of a transfer."""
+"""Polls of 10 ms each: a loaded machine is no fault of a transfer."""
 LENGTHS = (5, 30, 17, 41, 9, 24)
 LAYOUTS = {
     "TP2": {"tensor": 2},
@@ -85,7 +85,7 @@ def test_every_collective_brings_what_it_should_also_those_that_gloo_has_not(sta
 
 
 def transfer(layout: Any, finish: Callable[[Any], None]) -> list[float]:
-    """Sends 0, 1, 2, 3 from rank 0 to rank 1 and returns what this rank has once `finish` has seen the work to its end."""
+    """Sends 0, 1, 2, 3 from rank 0 to rank 1; returns what this rank has once `finish` has seen to the work."""
     numbers = torch.arange(4.0) if layout.rank == 0 else torch.zeros(4)
     work = dist.isend(numbers, 1) if layout.rank == 0 else dist.irecv(numbers, 0)
     finish(work)
@@ -142,7 +142,7 @@ def test_a_weight_update_of_a_gpu_sees_its_transfers_end(staged_processes: Ranks
     assert staged_processes.run(finish_as_peers_on_gpus, tensor=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-def stuck_transfer(monkeypatch: pytest.MonkeyPatch, wait: Callable[[timedelta], None]) -> Any:
+def stuck_transfer(monkeypatch: pytest.MonkeyPatch, wait: Callable[[timedelta], object]) -> Any:
     """Makes a transfer whose group waits so."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     return importlib.import_module("_staged_groups")._Transfer(SimpleNamespace(wait=wait), [], None, 1)
@@ -161,7 +161,7 @@ def test_a_transfer_that_failed_is_over_and_says_so_to_whoever_waits(monkeypatch
 
 def test_a_polled_transfer_that_is_late_ends_a_wait_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     comes = threading.Event()
-    work = stuck_transfer(monkeypatch, lambda timeout: comes.wait() and None)
+    work = stuck_transfer(monkeypatch, lambda timeout: comes.wait())
     assert not work.is_completed()
     with pytest.raises(TimeoutError):
         work.wait(timedelta(milliseconds=1))
