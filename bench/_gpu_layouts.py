@@ -10,15 +10,15 @@ step is what was loaded, and what a weight update publishes after it is what is 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import _staged_groups
 import numpy as np
 import torch
-from _gpu_checks import Findings
+from _gpu_checks import Findings, keep
 from _gpu_collectives import KeepingSink
 from _gpu_models import APART_LIMIT, SIZES, read_checkpoint, write_checkpoint
 from _gpu_parity import differing_tensors
@@ -103,10 +103,24 @@ def check(device: str) -> Findings:
             return on_ranks(dims, _rank, Path(folder), device, samples, dtype, before=before)
 
         exact, half = (pool.submit(run, ONE, dtype) for dtype in ("float32", "bfloat16"))
-        cut = {name: pool.submit(run, dims, "bfloat16") for name, dims in LAYOUTS.items()}
+        cut = {pool.submit(run, dims, "bfloat16"): name for name, dims in LAYOUTS.items()}
         (wanted,), (one,) = exact.result(), half.result()
-        found = [each for name, ranks in cut.items() for each in _compare(name, ranks.result(), one, wanted)]
-    return Findings(found, ["several GPUs and NCCL between ranks: one device cannot show them"])
+        return _compare_all(cut, one, wanted)
+
+
+def _compare_all(cut: Mapping[Future[list[Outcome]], str], one: Outcome, exact: Outcome) -> Findings:
+    """Compares each layout as it ends. One that failed ends the check after the others have been compared."""
+    found = Findings([], ["several GPUs and NCCL between ranks: one device cannot show them"])
+    failed: list[BaseException] = []
+    for ranks in as_completed(cut):
+        if (error := ranks.exception()) is not None:
+            failed.append(error)
+            continue
+        found.results.extend(_compare(cut[ranks], ranks.result(), one, exact))
+        keep(found)
+    if failed:
+        raise failed[0]
+    return found
 
 
 def _compare(name: str, ranks: Sequence[Outcome], one: Outcome, exact: Outcome) -> list[Result]:

@@ -6,7 +6,8 @@ a launch, each that reads a value on the host, or whose shape depends on values,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Calls:
     copies: int
     """Between host and device; 0 on a CPU."""
     device_seconds: float | None
-    """Time that kernels and copies took on the device; None on a CPU."""
+    """Time in which the device ran a kernel or a copy, however many at once; None on a CPU."""
     table: str
     """The operations and kernels that took longest, by time of the host and of the device."""
 
@@ -70,20 +71,34 @@ def _on_cuda(step: Callable[[], object]) -> Calls:
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
-    events = profiler.key_averages()
+    single, events = profiler.events(), profiler.key_averages()
+    assert single is not None
     counts = {event.key: event.count for event in events}
 
     def number(is_meant: Callable[[str], bool]) -> int:
         return sum(count for key, count in counts.items() if is_meant(key))
 
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     return Calls(
         launches=number(lambda key: key.startswith("cu") and any(part in key for part in _LAUNCHES)),
         synchronisations=number(lambda key: key in _SYNCHRONISATIONS),
         copies=number(lambda key: key.startswith(_COPIES)),
-        device_seconds=sum(event.self_device_time_total for event in on_device) / 1e6,
+        device_seconds=busy_seconds(single),
         table="\n".join(_table(events, order) for order in ("self_device_time_total", "self_cpu_time_total")),
     )
+
+
+def busy_seconds(events: Iterable[Any]) -> float:
+    """Length of the union of the device's events: kernels of several streams overlap."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
+    busy, until = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e6
 
 
 def _on_cpu(step: Callable[[], object]) -> Calls:

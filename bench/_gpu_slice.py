@@ -16,7 +16,7 @@ from trainer_gpu import SLICES, Measured, Workload
 
 from moerl.errors import ConfigError
 
-PAIRS = {128: 6, 16: 10}
+PAIRS = {128: 6, 16: 6}
 MIN_GIB = {128: 75.0, 16: 30.0}
 """GiB of GPU memory that a slice needs, by its number of experts. Its parameters with gradients, master weights and
 moments take 54 with 128 experts (3 billion parameters), 18 with 16 experts."""

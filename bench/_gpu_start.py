@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from _gpu_checks import ROOT, Findings
+from _gpu_checks import ROOT, Findings, keep
 from _report import Result
 
 STEPS = 2
@@ -53,14 +54,22 @@ def check(device: str) -> Findings:
                 if not run.seconds and run.process.poll() is not None:
                     run.seconds = time.monotonic() - run.started
                     run.log.close()
+                    keep(findings(runs))
             time.sleep(_POLL_SECONDS)
-        results: list[Result] = []
-        texts: dict[str, str] = {}
-        for run in runs:
-            found = results_of(run)
-            results += found
-            if not all(result.holds for result in found):
-                texts[run.recipe] = "\n".join(output(run).splitlines()[-_SHOWN_LINES:])
+        return findings(runs)
+
+
+def findings(runs: Sequence[Run]) -> Findings:
+    """Results of the runs that have ended; texts: the end of the output of those that did not end well."""
+    results: list[Result] = []
+    texts: dict[str, str] = {}
+    for run in runs:
+        if not run.seconds:
+            continue
+        found = results_of(run)
+        results += found
+        if not all(result.holds for result in found):
+            texts[run.recipe] = "\n".join(output(run).splitlines()[-_SHOWN_LINES:])
     return Findings(results, texts=texts)
 
 

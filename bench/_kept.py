@@ -38,11 +38,17 @@ class KeptCase:
     target_ids_T: NDArray[np.int64]
 
     @classmethod
-    def draw(cls, sizes: str, num_rows: int, seed: int = 0, num_vocab: int = NUM_VOCAB) -> KeptCase:
-        """Ids are uniform over the vocabulary: the hardest case for reading few rows of the head."""
+    def draw(
+        cls, sizes: str, num_rows: int, seed: int = 0, num_vocab: int = NUM_VOCAB, num_common: int = 0
+    ) -> KeptCase:
+        """Draws ids uniformly from the vocabulary, which is the hardest case for reading few rows of the head.
+
+        Args:
+            num_common: so many ids are common, as articles and commas are: half of each set is of them, if that many.
+        """
         rng = np.random.default_rng(seed)
-        sizes_T = np.minimum(SIZES[sizes](rng, num_rows), num_vocab)
-        drawn = [rng.choice(num_vocab, size, replace=False) for size in sizes_T]
+        sizes_T = np.minimum(SIZES[sizes](rng, num_rows), num_vocab - num_common)
+        drawn = [_ids(rng, size, num_vocab, min(size // 2, num_common), num_common) for size in sizes_T.tolist()]
         offsets = np.concatenate([[0], np.cumsum(sizes_T)]).astype(np.int64)
         ids = np.concatenate([np.sort(each) for each in drawn]).astype(np.int32)
         return cls(KeptSets(offsets, ids), np.array([each[0] for each in drawn], np.int64))
@@ -55,3 +61,9 @@ class KeptCase:
             f"mean {sizes.mean():.1f}, median {np.median(sizes):.0f}, p99 {np.percentile(sizes, 99):.0f}, "
             f"{(sizes == 1).mean():.0%} singletons"
         )
+
+
+def _ids(rng: np.random.Generator, size: int, num_vocab: int, chosen_common: int, num_common: int) -> NDArray[np.int64]:
+    """Different ids, those among the first `num_common` before the others."""
+    others = num_common + rng.choice(num_vocab - num_common, size - chosen_common, replace=False)
+    return np.concatenate([rng.choice(num_common, chosen_common, replace=False), others]) if chosen_common else others

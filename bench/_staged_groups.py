@@ -9,7 +9,9 @@ of the GPU if there is one, which the ranks of a node share, else of the host, w
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "staged"
+_TRANSFERS = ("send", "recv", "recv_anysource")
 _COLLECTIVES = (
     *("broadcast", "reduce", "allreduce", "allreduce_coalesced", "gather", "scatter", "alltoall", "barrier"),
-    *("allgather", "allgather_coalesced", "reduce_scatter", "send", "recv", "recv_anysource"),
+    *("allgather", "allgather_coalesced", "reduce_scatter", *_TRANSFERS),
     # Each of these has two names: torch 2.13 calls the second.
     *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "alltoall_base", "all_to_all_single"),
@@ -57,7 +60,7 @@ class _Work(dist.Work):
         self._inner, self._results, self._kept, self._divisor = inner, results, kept, divisor
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._inner.wait(timeout)
+        self._finish(timeout)
         with torch.no_grad():
             for tensor, host in self._results:
                 tensor.copy_(host / self._divisor if self._divisor > 1 else host)
@@ -66,6 +69,39 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
+
+    def _finish(self, timeout: timedelta) -> None:
+        self._inner.wait(timeout)
+
+
+class _Transfer(_Work):
+    """A send or a receive. gloo's are not done before somebody waits; for one who polls, a thread does."""
+
+    _end: Future[None] | None = None
+
+    def is_completed(self) -> bool:
+        if self._end is None:
+            self._end = Future()
+            # A peer that never comes must not keep the process from ending.
+            threading.Thread(target=_wait, args=(self._inner, timedelta(0), self._end), daemon=True).start()
+        return self._end.done()
+
+    def _finish(self, timeout: timedelta) -> None:
+        if self._end is None:
+            self._end = Future()
+            _wait(self._inner, timeout, self._end)
+        # As for gloo, 0 is no limit.
+        self._end.result(timeout.total_seconds() or None)
+
+
+def _wait(inner: Any, timeout: timedelta, end: Future[None]) -> None:
+    """Waits for gloo, once: a second wait would be for the next transfer. `end` gets the error of a failed one."""
+    try:
+        inner.wait(timeout)
+    except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+        end.set_exception(error)
+    else:
+        end.set_result(None)
 
 
 class StagedGroup(dist.ProcessGroup):
@@ -85,7 +121,8 @@ class StagedGroup(dist.ProcessGroup):
         work = getattr(self._inner, name)(*hosted, **kwargs)
         written = args[:1] if name not in ("send", "barrier") else ()
         results = zip(_tensors(written), _tensors(hosted[: len(written)]), strict=True)
-        return _Work(work, list(results), hosted, divisor)
+        kind = _Transfer if name in _TRANSFERS else _Work
+        return kind(work, list(results), hosted, divisor)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != self._device_type:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +18,8 @@ import torch.distributed as dist
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
+NUM_POLLS = 6000
+"""Polls of 10 ms each: a loaded machine is no fault of a transfer."""
 LENGTHS = (5, 30, 17, 41, 9, 24)
 LAYOUTS = {
     "TP2": {"tensor": 2},
@@ -75,6 +82,91 @@ def test_every_collective_brings_what_it_should_also_those_that_gloo_has_not(sta
     assert first["uneven"] == [[0.0], [10.0, 11.0, 12.0], [10.0]]
     assert second["uneven"] == [[0.0], [10.0, 11.0, 12.0], [12.0, 14.0, 16.0]]
     assert (first["sent"], second["sent"]) == ([[10.0, 11.0, 12.0, 13.0]], [[0.0, 1.0, 2.0, 3.0]])
+
+
+def transfer(layout: Any, finish: Callable[[Any], None]) -> list[float]:
+    """Sends 0, 1, 2, 3 from rank 0 to rank 1; returns what this rank has once `finish` has seen to the work."""
+    numbers = torch.arange(4.0) if layout.rank == 0 else torch.zeros(4)
+    work = dist.isend(numbers, 1) if layout.rank == 0 else dist.irecv(numbers, 0)
+    finish(work)
+    return numbers.tolist()
+
+
+def poll_then_wait(layout: Any) -> list[float]:
+    def finish(work: Any) -> None:
+        for _ in range(NUM_POLLS):
+            if work.is_completed():
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("not completed without wait")
+        work.wait()
+        work.wait()
+        assert work.is_completed()
+
+    return transfer(layout, finish)
+
+
+def test_a_transfer_completes_without_a_wait(staged_processes: Ranks) -> None:
+    assert staged_processes.run(poll_then_wait, tensor=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def poll_before_it_is_sent(layout: Any) -> bool:
+    """Tells whether rank 1's receive is completed before rank 0 sends."""
+    is_early = False
+    numbers = torch.zeros(4)
+    work = dist.irecv(numbers, 0) if layout.rank else None
+    if work is not None:
+        is_early = work.is_completed() or work.is_completed()
+    dist.barrier()
+    if work is None:
+        dist.send(numbers, 1)
+    else:
+        work.wait()
+    return is_early
+
+
+def test_a_transfer_is_not_completed_before_its_peer_comes(staged_processes: Ranks) -> None:
+    assert staged_processes.run(poll_before_it_is_sent, tensor=2) == [False, False]
+
+
+def finish_as_peers_on_gpus(layout: Any) -> list[float]:
+    """Sees to a transfer as a weight update does whose weights are on a GPU."""
+    from moerl.weights.peers import Peers
+
+    peers = Peers(layout.rank, torch.device("cuda"), 0.01 * NUM_POLLS)
+    return transfer(layout, lambda work: peers.finish(work, peers.until()))
+
+
+def test_a_weight_update_of_a_gpu_sees_its_transfers_end(staged_processes: Ranks) -> None:
+    assert staged_processes.run(finish_as_peers_on_gpus, tensor=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def stuck_transfer(monkeypatch: pytest.MonkeyPatch, wait: Callable[[timedelta], object]) -> Any:
+    """Makes a transfer whose group waits so."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("_staged_groups")._Transfer(SimpleNamespace(wait=wait), [], None, 1)
+
+
+def test_a_transfer_that_failed_is_over_and_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(timeout: timedelta) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    work = stuck_transfer(monkeypatch, fail)
+    while not work.is_completed():
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        work.wait()
+
+
+def test_a_polled_transfer_that_is_late_ends_a_wait_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    comes = threading.Event()
+    work = stuck_transfer(monkeypatch, lambda timeout: comes.wait())
+    assert not work.is_completed()
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(milliseconds=1))
+    comes.set()
+    assert work.wait()
 
 
 def use_another_device(layout: Any) -> None:

@@ -135,6 +135,9 @@ def test_a_check_passes_on_a_cpu(name: str, gpu_check: Any) -> None:
     goals = [goal for goal in gpu_check._gpu_goals.GOALS if goal.check == name]
     for beginning in {part for goal in goals for part in (goal.result, goal.over) if part not in ("", *ON_GPUS_ALONE)}:
         assert gpu_check._gpu_goals.result_of(outcome.findings.results, beginning), beginning
+    if name.startswith("slice"):
+        kinds = [result.name.partition(",")[0] for result in outcome.findings.results]
+        assert kinds.index("ours / plain") < kinds.index("masks on / off"), "what is measured last is cut off first"
 
 
 def test_all_checks_are_tried_on_a_cpu_and_fit_into_six_minutes_together(gpu_check: Any) -> None:
@@ -142,7 +145,8 @@ def test_all_checks_are_tried_on_a_cpu_and_fit_into_six_minutes_together(gpu_che
     assert gpu_check.BUDGET_SECONDS == 360
     beside = max(check.limit_seconds for check in gpu_check.CHECKS if not check.times)
     alone = sum(check.limit_seconds for check in gpu_check.CHECKS if check.times)
-    assert beside + alone <= gpu_check.BUDGET_SECONDS
+    # The search for a device comes first.
+    assert beside + alone <= gpu_check.BUDGET_SECONDS - 10
 
 
 def test_the_documentation_gives_the_limit_of_each_check(gpu_check: Any) -> None:

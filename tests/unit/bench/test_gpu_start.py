@@ -58,6 +58,33 @@ def test_a_run_that_failed_or_did_not_prove_every_update_does_not_count(
     assert (found[name].value, found[name].holds) == (0.0, False)
 
 
+def test_runs_that_have_ended_are_kept_though_another_never_ends(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(recipe: str, folder: Path, device: str) -> Any:
+        run_folder = folder / recipe
+        run_folder.mkdir()
+        (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+        status = None if recipe == "laptop" else 0
+        process = SimpleNamespace(returncode=status, poll=lambda: status)
+        log = folder / f"{recipe}.log"
+        log.touch()
+        output = SimpleNamespace(name=str(log), close=lambda: None)
+        return start.Run(recipe, run_folder, process, output, started=0.0)
+
+    def sleep(seconds: float) -> None:
+        raise InterruptedError
+
+    answer = tmp_path / "answer.json"
+    monkeypatch.setattr(importlib.import_module("_gpu_checks"), "_answer_path", answer)
+    monkeypatch.setattr(start, "start", begin)
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: 9.0, sleep=sleep))
+    with pytest.raises(InterruptedError):
+        start.check("cpu")
+    names = [result["name"] for result in json.loads(answer.read_text())["results"]]
+    assert [name for name in names if name.endswith("replay proved")] == ["tiny: replay proved", "demo: replay proved"]
+
+
 def test_a_metric_that_is_not_finite_is_named(start: Any, tmp_path: Path) -> None:
     found = ended(start, tmp_path, 0, [*STEPS, STEP | {"loss": float("nan")}])
     result = found["tiny: metrics that are not finite (rl loss)"]
