@@ -58,7 +58,7 @@ def device() -> torch.device:
 
 
 def use_deterministic_kernels() -> None:
-    """Has torch take deterministic kernels on a GPU, which Megatron asks for where tokens come back from experts; an
+    """Has torch take deterministic kernels on a GPU; Megatron asks torch when tokens come back from experts. An
     operation that has none warns. Does nothing on a CPU."""
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -64,8 +64,8 @@ class Recorder:
     """Stands in for a Triton kernel."""
 
     launches: ClassVar[list[tuple[Any, ...]]] = []
-    """Of the running test: name of the kernel, sizes that it is compiled anew for (by whether 16 divides them), and
-    constants."""
+    """Launches of the running test: name of the kernel, sizes that it is compiled anew for (by whether 16 divides
+    them), and constants."""
 
     def __init__(self, name: str, seen: list[str], kernel: Any) -> None:
         self._name, self._seen, self._kernel = name, seen, kernel
