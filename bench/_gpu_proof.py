@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from _gpu_checks import Findings
+from _gpu_checks import Findings, keep
 from _gpu_models import SIZES, write_checkpoint
 from _gpu_profile import count_calls
 from _measure import Step
@@ -49,13 +49,21 @@ def _measure(layout: RankCoordinates, model: Path, device: str) -> Findings:
     }
     for step in steps.values():
         step()
-    found = {name: count_calls(step, device) for name, step in steps.items()}
+    counted = {name: count_calls(step, device) for name, step in steps.items()}
     results = [Result("microbatches of a step", len(packed), unit="microbatches")]
-    for name, calls in found.items():
+    for name, calls in counted.items():
         results += calls.results(f"a step {name}")
-    on, off = found["with replay and proof"], found[OFF]
+    on, off = counted["with replay and proof"], counted[OFF]
     for kind in ("synchronisations", "launches", "copies"):
         results.append(
             Result(f"{kind} added by replay and proof", getattr(on, kind) - getattr(off, kind), unit="calls")
         )
-    return Findings(results, texts={"profile": on.table})
+    found = Findings(results, texts={"profile": on.table})
+    if device == "cuda":
+        keep(found)
+        # `trainer.megatron={apply_rope_fusion: true}`: the bridge leaves it off for some families.
+        trainer.model.config.apply_rope_fusion = True
+        steps["with replay and proof"]()
+        fused = count_calls(steps["with replay and proof"], device)
+        results += fused.results("a step with fused RoPE")
+    return found

@@ -127,11 +127,32 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def gpu_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Returns the spec of Transformer Engine's layers. The bridges of Qwen3-MoE and OLMoE would make every layer
-    MoE."""
+    """Returns the spec of Transformer Engine's layers; in checkpoints tensors have the names of `local_layer_spec`.
+    The bridges of Qwen3-MoE and OLMoE would make every layer MoE."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
 
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        submodules = layer.submodules
+        has_own_norm = submodules.pre_mlp_layernorm is not IdentityOp
+        submodules.sharded_state_dict_keys_map |= _stored_norms(config.multi_latent_attention, has_own_norm)
+    return spec
+
+
+def _stored_norms(is_latent: bool, has_own_norm: bool) -> dict[str, str]:
+    """Returns the beginnings of names in checkpoints of a layer's norms, by those that Transformer Engine's layer has.
+
+    Megatron's specs agree on norms that one of them fuses with the product after it, but for these.
+    """
+    own, fused = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+    if not is_latent:
+        return {own: fused} if has_own_norm else {}
+    attention = {
+        "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+        "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    }
+    return attention if has_own_norm else {**attention, fused: own}
 
 
 def _compile_nothing() -> None:

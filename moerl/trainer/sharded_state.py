@@ -368,8 +368,12 @@ def _gather_random_states() -> list[_RandomState]:
 
 
 def _set_random_state(state: _RandomState) -> None:
+    """Restores the generators of a rank. Those of devices are left as they are if the checkpoint is of another kind of
+    device: a GPU's have another size than a CPU's."""
     torch.set_rng_state(state["cpu"])
-    if state["device"] is not None and torch.cuda.is_available():
+    if (state["device"] is not None) != torch.cuda.is_available():
+        return
+    if state["device"] is not None:
         torch.cuda.set_rng_state(state["device"])
     _regions().set_states(state["regions"])
 

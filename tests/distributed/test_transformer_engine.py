@@ -261,6 +261,58 @@ def test_weights_and_moments_come_back_from_a_checkpoint(
     assert gpu_ranks(2).run(save_and_restore, *arguments, expert=2) == [["FusedAdam"]] * 2
 
 
+def trainer_with_moments(layout: Any, path: Path) -> tuple[Any, list[Any]]:
+    """A trainer and the states of its optimizer's parameters."""
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype="float32"), tiny_moe.OPTIMIZER, 8)
+    assert trainer.optimizer is not None
+    trainer.stage()
+    megatron = trainer.optimizer.megatron
+    inner = [each.optimizer for each in getattr(megatron, "chained_optimizers", [megatron])]
+    return trainer, [state for each in inner for state in each.state.values()]
+
+
+def weights_and_moments(trainer: Any, states: list[Any]) -> dict[str, Tensor]:
+    """What a trainer exports, and the values of its moments in rising order: layers may hold tensors side by side."""
+    exported = {name: tensor.clone() for name, tensor in trainer.export()}
+    return exported | {each: torch.cat([state[each].flatten() for state in states]).sort().values for each in MOMENTS}
+
+
+def write_checkpoint(layout: Any, path: Path, folder: Path) -> dict[str, Tensor]:
+    import torch.distributed as dist
+
+    from moerl.trainer import sharded_state
+
+    trainer, states = trainer_with_moments(layout, path)
+    for number, state in enumerate(states):
+        for moment in MOMENTS:
+            state[moment].uniform_(generator=torch.Generator().manual_seed(number))
+    sharded_state.write(trainer.stage(), folder, dist.new_group(backend="gloo"))  # type: ignore[arg-type]
+    return weights_and_moments(trainer, states)
+
+
+def read_checkpoint(layout: Any, path: Path, folder: Path) -> dict[str, Tensor]:
+    trainer, states = trainer_with_moments(layout, path)
+    trainer.restore(folder)
+    return weights_and_moments(trainer, states)
+
+
+@pytest.mark.parametrize("writes", ["gpu", "cpu"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_of_one_kind_of_device_is_read_on_the_other(
+    name: str, writes: str, tmp_path: Path, gpu_ranks: Callable[[int], Ranks], one_process: Ranks
+) -> None:
+    families.write_model(tmp_path / "written", FAMILIES[name], seed=3)
+    families.write_model(tmp_path / "other", FAMILIES[name], seed=4)
+    (tmp_path / "checkpoint").mkdir()
+    writer, reader = (gpu_ranks(1), one_process) if writes == "gpu" else (one_process, gpu_ranks(1))
+    (wanted,) = writer.run(write_checkpoint, tmp_path / "written", tmp_path / "checkpoint")
+    (found,) = reader.run(read_checkpoint, tmp_path / "other", tmp_path / "checkpoint")
+    assert differences(found, wanted) == []
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
