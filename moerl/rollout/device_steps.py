@@ -22,6 +22,7 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.device_sampler import Kinds, draw_rows
+from moerl.rollout.experts import why_experts_wait
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.sampler import RowParams, require_finite
 from moerl.rollout.sampler_kernel import Cuts, Draws, StepResult
@@ -47,7 +48,9 @@ def why_not_recorded(model: PreTrainedModel) -> str:
     """Returns why the decoding steps of a model cannot be recorded; an empty text if they can."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", "default")
-    return "" if kind in _FIXED_ANGLES else f"RoPE of type {kind!r} looks at the longest sequence of every step"
+    if kind not in _FIXED_ANGLES:
+        return f"RoPE of type {kind!r} looks at the longest sequence of every step"
+    return why_experts_wait(model)
 
 
 class DeviceSteps:

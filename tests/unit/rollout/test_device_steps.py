@@ -5,7 +5,6 @@ In float64 or bfloat16, since the kernels of a CPU take over in float32.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, override
@@ -24,10 +23,10 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import device_steps, host, recorded
+from moerl.rollout import device_steps, host
 from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.recorded import CudaGraphs, Step, Unrecorded
+from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.weight_staging import checkpoint_views
 
 KINDS = [
@@ -264,60 +263,3 @@ def test_broken_weights_are_refused_on_a_device(make_model):
 )
 def test_rows_of_a_step_are_rounded_up(make_model, running: int, slots: int, rows: int):
     assert make_engine(make_model().double(), slots)._steps.num_rows(running) == rows
-
-
-class _Graph:
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-
-
-class _Stream:
-    def wait_stream(self, other: Any) -> None: ...
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[_Graph]:
-    """Stands in for the parts of torch.cuda that a recording needs; the graphs that were made."""
-    made: list[_Graph] = []
-
-    def make() -> _Graph:
-        made.append(_Graph())
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
-    return made
-
-
-def test_a_recorded_step_is_replayed_and_not_computed_by_the_host_again(graphs: list[_Graph]):
-    runs: list[int] = []
-
-    def step() -> Tensor:
-        runs.append(1)
-        return torch.full((2,), len(runs))
-
-    replay = CudaGraphs(torch.device("cuda", 0)).record(step)
-    assert len(runs) == recorded._WARM_UPS + 1
-    assert replay() is replay()
-    assert graphs[0].replays == 2
-    assert len(runs) == recorded._WARM_UPS + 1
-
-
-def test_a_step_that_cannot_be_recorded_names_the_way_out(graphs: list[_Graph]):
-    runs: list[int] = []
-
-    def step() -> Tensor:
-        runs.append(1)
-        if len(runs) > recorded._WARM_UPS:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(1)
-
-    with pytest.raises(EngineError, match=r"rollout\.record_steps=false"):
-        CudaGraphs(torch.device("cuda", 0)).record(step)
