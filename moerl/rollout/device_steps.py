@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moerl.contract.trajectory import ModelSpec
+from moerl.rollout.attention import attend_without_cudnn
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.device_sampler import Kinds, draw_rows
@@ -70,6 +71,7 @@ class DeviceSteps:
         max_running: int,
         recorder: Unrecorded,
     ) -> None:
+        attend_without_cudnn()
         self._model, self._spec, self._recorder = model, spec, recorder
         self._layers = TransformersLayers(model, capture)
         self._head = cast(nn.Module, model.get_output_embeddings())

@@ -30,8 +30,8 @@ _STOCK = "grouped_mm"
 on a CPU."""
 
 _ON_DEVICE_ALONE = (9, 10)
-"""Major compute capabilities on which torch's grouped product in bfloat16 is one kernel (2.13, `_grouped_mm`). On others,
-and in all other types, the host reads the ends of the rows of each expert and starts a product for each."""
+"""Major compute capabilities on which torch's grouped product in bfloat16 is one kernel (2.13). On others, and in all
+other types, the host reads the ends of the rows of each expert and starts a product for each."""
 
 _NAME, _EVERY = "moerl_sorted", "moerl_every"
 
