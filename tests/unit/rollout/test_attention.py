@@ -53,7 +53,7 @@ def test_a_call_without_a_mask_is_refused():
 def test_a_prompt_on_a_device_attends_causally_without_a_mask(monkeypatch: pytest.MonkeyPatch):
     asked: list[dict[str, Any]] = []
 
-    def record(*states: Tensor, **options: Any) -> Tensor:
+    def record(*states: Any, **options: Any) -> Tensor:
         asked.append(options)
         return nn.functional.scaled_dot_product_attention(*states, **options)
 
