@@ -149,6 +149,7 @@ class DeviceSteps:
         cache.reserve(cache.max_tokens)
         if cache.capacity != self._recorded_capacity:
             self._recorded.clear()
+            self._recorder.forget()
             self._recorded_capacity = cache.capacity
 
     def _unpack(
