@@ -117,6 +117,12 @@ def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: f
     return fits if rollout.max_pool_tokens is None else min(fits, rollout.max_pool_tokens)
 
 
+def planned_slot_tokens(rollout: EmbeddedRolloutConfig) -> int:
+    """Returns the tokens that a slot of the embedded engine on a device has room for from the start, in whole
+    `PROMPT_TOKENS`."""
+    return PROMPT_TOKENS * (-(-rollout.max_new_tokens // PROMPT_TOKENS) + 1)
+
+
 def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: bool) -> dict[str, int]:
     """Returns the memory of the embedded engine on a device by purpose; nothing for other engines, for one on another
     node of a Ray cluster, and for 8 bits, which are emulated on the CPU.
@@ -136,11 +142,10 @@ def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: boo
         cached = 2 * sizes.num_key_value_heads * sizes.head_dim
     is_grouped = sizes.latent is None and sizes.num_key_value_heads != sizes.num_attention_heads
     scores = PROMPT_TOKENS * sizes.num_attention_heads * SCORE_BYTES * (is_grouped and element == 4)
-    slot_tokens = rows * (rollout.max_new_tokens + PROMPT_TOKENS)
     return {
         "weights": weights,
         "weights of an update": weights,
-        "key-value cache": slot_tokens * sizes.num_layers * cached * element,
+        "key-value cache": rows * planned_slot_tokens(rollout) * sizes.num_layers * cached * element,
         "logits": rows * sizes.vocab_size * LOGIT_BYTES,
         "prompts": PREFILL_TOKENS * max(sizes.experts_per_token * widths * element, scores),
     }

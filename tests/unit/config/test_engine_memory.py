@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from moerl.config import engine_memory
 from moerl.config.architecture import describe_model
-from moerl.config.engine_memory import engine_bytes
+from moerl.config.engine_memory import engine_bytes, planned_slot_tokens
 from moerl.config.load import load_config
+from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.run_memory import check_shared_device
 from moerl.config.schema import LaunchConfig, RunConfig
 from moerl.errors import ConfigError
@@ -85,10 +86,12 @@ def test_weights_and_cache_are_those_that_a_model_has(family: str) -> None:
     config = config_of("rollout.max_running=8", "rollout.max_new_tokens=128", "rollout.dtype=float32")
     hf_config = families.FAMILIES[family].config()
     model = AutoModelForCausalLM.from_config(hf_config)
+    assert isinstance(config.rollout, EmbeddedRolloutConfig)
     found = engine_bytes(config.rollout, describe(hf_config.to_dict(), "config.json"), on_ray=False)
     assert found["weights"] == sum(each.numel() for each in model.parameters()) * 4
-    cache = SlotCache(8, 256)
-    cache.reserve(256)
+    num_tokens = planned_slot_tokens(config.rollout)
+    cache = SlotCache(8, num_tokens)
+    cache.reserve(num_tokens)
     cache.begin_prefill(torch.zeros(1, dtype=torch.int64), 1)
     ones = torch.ones(1, 1, dtype=torch.int64)
     model.base_model(input_ids=ones, past_key_values=cache, use_cache=True)

@@ -23,8 +23,8 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import device_steps, host
-from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
+from moerl.rollout import device_steps, host, schedule
+from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.weight_staging import checkpoint_views
@@ -133,9 +133,11 @@ def requests(count: int, vocab: int = 61, kinds: Sequence[dict[str, Any]] = KIND
     ]
 
 
-def make_engine(model: Any, max_running: int = 5, spec: ModelSpec | None = None) -> EmbeddedEngine:
+def make_engine(
+    model: Any, max_running: int = 5, spec: ModelSpec | None = None, on_device: DeviceOptions | None = None
+) -> EmbeddedEngine:
     spec = spec or spec_from_hf_config(model.config.to_dict())
-    return EmbeddedEngine(model, spec, engine_id="e", max_running=max_running, policy_version=0)
+    return EmbeddedEngine(model, spec, engine_id="e", max_running=max_running, policy_version=0, on_device=on_device)
 
 
 def watched(engine: EmbeddedEngine) -> Witness:
@@ -246,6 +248,42 @@ def test_steps_are_recorded_again_once_the_cache_has_grown(make_model, monkeypat
     long = rollouts(engine, asked)
     assert witness.num_recorded == 2 + 1  # 16 tokens; once there is room for more, 16 and 32
     assert_same(long, rollouts(make_engine(deepcopy(model)), asked))
+
+
+def served(engine: EmbeddedEngine, lengths: Sequence[int]) -> dict[str, Trajectory]:
+    """Samples requests of so many tokens one after the other, in one stream."""
+    waiting = [
+        RolloutRequest(Lineage(f"r{n}", f"p{n}", "g"), (1, 2, 3), SamplingParams(seed=n, top_k=9), n - 3)
+        for n in lengths
+    ]
+    found: dict[str, Trajectory] = {}
+
+    def take(is_idle: bool) -> list[RolloutRequest] | None:
+        if is_idle and not waiting:
+            return None
+        return [waiting.pop(0)] if is_idle else []
+
+    for records in engine.serve(take):
+        found |= {record.rollout_id: Trajectory(**record.values) for record in records}
+    return found
+
+
+@pytest.mark.usefixtures("on_device")
+def test_longer_requests_seldom_have_steps_recorded_again(make_model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_steps, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(schedule, "_ROOM_TOKENS", 4)
+    model, lengths = make_model().double(), [9, 15, 18, 31, 40, 60, 90]
+    found: list[dict[str, Trajectory]] = []
+    # Room for 16 (or the 24 that are planned), 32, 64 and all 96 positions of the model; steps read at most 8, 16, ...
+    # tokens, or all of it. With a plan for all of them there is one room.
+    for slot_tokens, num_recorded in ((0, 2 + 3 + 4 + 5), (24, 3 + 3 + 4 + 5), (96, 5)):
+        engine = make_engine(deepcopy(model), on_device=DeviceOptions(slot_tokens=slot_tokens))
+        witness = watched(engine)
+        found.append(served(engine, lengths))
+        assert witness.num_recorded == num_recorded
+        assert engine._steps.cache(5, 0).capacity == 96
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
 
 
 @pytest.mark.usefixtures("on_device")
