@@ -99,6 +99,10 @@ class DeviceSteps:
         """Returns the rows of a step: a power of two, at most the slots in whole eights."""
         return min(_power(num_running, LEAST_ROWS), -(-self._num_slots // LEAST_ROWS) * LEAST_ROWS)
 
+    def wait(self) -> None:
+        """Does the same as `HostSteps.wait`."""
+        self._recorder.wait()
+
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
         """Returns the cache of all runs, whose room for tokens only grows (`HostSteps.cache`)."""
         self._cache.max_tokens = max(self._cache.max_tokens, max_tokens)

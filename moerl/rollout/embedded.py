@@ -199,6 +199,7 @@ class EmbeddedEngine:
         start = time.perf_counter()
         with self._lock:
             staging.commit()
+            self._steps.wait()
             self._policy_version, self._distrusted = staging.version, ""
             self.costs.interrupted += self._run.table.num_running if self._run is not None else 0
             self.costs.stalled_seconds += time.perf_counter() - start

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, override
 
 import numpy as np
@@ -23,7 +24,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import device_steps, host, schedule
+from moerl.rollout import device_steps, embedded, host, schedule
 from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.recorded import Step, Unrecorded
@@ -248,6 +249,22 @@ def test_steps_are_recorded_again_once_the_cache_has_grown(make_model, monkeypat
     long = rollouts(engine, asked)
     assert witness.num_recorded == 2 + 1  # 16 tokens; once there is room for more, 16 and 32
     assert_same(long, rollouts(make_engine(deepcopy(model)), asked))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_the_time_of_an_update_is_that_of_the_device(make_model, monkeypatch: pytest.MonkeyPatch):
+    engine, seconds = make_engine(make_model().double()), [0.0]
+
+    class Slow(Witness):
+        def wait(self) -> None:
+            seconds[0] += 5
+
+    assert isinstance(engine._steps, DeviceSteps)
+    engine._steps._recorder = Slow()
+    monkeypatch.setattr(embedded, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    weights = make_model(seed=4).double().state_dict()
+    send(engine, 1, (item for name, tensor in weights.items() for item in checkpoint_views(name, tensor).items()))
+    assert engine.costs.stalled_seconds == 5
 
 
 def served(engine: EmbeddedEngine, lengths: Sequence[int]) -> dict[str, Trajectory]:
