@@ -48,7 +48,7 @@ _Key = tuple[int, int, Kinds]
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What may be set of an engine on a device; without effect on a CPU."""
+    """Options of an engine on a device, without effect on a CPU."""
 
     record_steps: bool = True
     """True if decoding steps on a GPU are recorded as CUDA graphs, if the model's can be."""

@@ -1,4 +1,4 @@
-"""What records decoding steps of a device, and which models' steps can be recorded."""
+"""Recorders of decoding steps of a device, and the models whose steps can be recorded."""
 
 from __future__ import annotations
 
