@@ -24,6 +24,7 @@ from torch import Tensor
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.models.description import ModelDescription
+from moerl.rollout.device_steps import DeviceOptions
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
@@ -88,7 +89,7 @@ def engine_of(model: ModelDescription, dtype: torch.dtype, device: str, *, recor
         engine_id="engine",
         max_running=REQUESTS[device] * 2 // 3,
         policy_version=0,
-        record_steps=record,
+        on_device=DeviceOptions(record_steps=record),
     )
 
 

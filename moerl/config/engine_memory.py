@@ -42,8 +42,11 @@ PROMPT_TOKENS = 128
 """Room for a prompt in each slot; longer ones take more."""
 PREFILL_TOKENS = 16384
 """Prompt tokens of one pass: as `moerl.rollout.schedule`."""
-LOGIT_BYTES = 24
-"""Bytes of a logit that is sampled from: itself in float32, its rank, its exponential and their sums."""
+LOGIT_BYTES = 28
+"""Bytes of a logit that is sampled from (`moerl.rollout.device_sampler`): itself in float32, scaled, and either its
+order and two steps of its rank, or its exponential and two sums."""
+SCORE_BYTES = 9
+"""Bytes of a score of attention that is not fused: itself and its exponential in float32, and a mark."""
 _GIB = 2**30
 
 
@@ -114,9 +117,19 @@ def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: f
     return fits if rollout.max_pool_tokens is None else min(fits, rollout.max_pool_tokens)
 
 
+def planned_slot_tokens(rollout: EmbeddedRolloutConfig) -> int:
+    """Returns the tokens that a slot of the embedded engine on a device has room for from the start, in whole
+    `PROMPT_TOKENS`."""
+    return PROMPT_TOKENS * (-(-rollout.max_new_tokens // PROMPT_TOKENS) + 1)
+
+
 def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: bool) -> dict[str, int]:
     """Returns the memory of the embedded engine on a device by purpose; nothing for other engines, for one on another
-    node of a Ray cluster, and for 8 bits, which are emulated on the CPU."""
+    node of a Ray cluster, and for 8 bits, which are emulated on the CPU.
+
+    "prompts" is what the experts of a pass compute on the way, or the scores of attention if these are more: in float32
+    no kernel fuses attention with grouped queries. Longer prompts than `PROMPT_TOKENS` have more scores.
+    """
     if not isinstance(rollout, EmbeddedRolloutConfig) or on_ray or rollout.dtype == "float8":
         return {}
     element = 4 if rollout.dtype == "float32" else 2
@@ -127,13 +140,14 @@ def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: boo
         cached = sizes.num_attention_heads * head
     else:
         cached = 2 * sizes.num_key_value_heads * sizes.head_dim
-    slot_tokens = rows * (rollout.max_new_tokens + PROMPT_TOKENS)
+    is_grouped = sizes.latent is None and sizes.num_key_value_heads != sizes.num_attention_heads
+    scores = PROMPT_TOKENS * sizes.num_attention_heads * SCORE_BYTES * (is_grouped and element == 4)
     return {
         "weights": weights,
         "weights of an update": weights,
-        "key-value cache": slot_tokens * sizes.num_layers * cached * element,
+        "key-value cache": rows * planned_slot_tokens(rollout) * sizes.num_layers * cached * element,
         "logits": rows * sizes.vocab_size * LOGIT_BYTES,
-        "prompts": PREFILL_TOKENS * sizes.experts_per_token * widths * element,
+        "prompts": PREFILL_TOKENS * max(sizes.experts_per_token * widths * element, scores),
     }
 
 

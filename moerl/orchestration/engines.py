@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moerl.config.engine_memory import planned_slot_tokens
 from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
@@ -115,6 +116,7 @@ def _embedded(
             max_running=rollout.max_running,
             version=version,
             record_steps=rollout.record_steps,
+            slot_tokens=planned_slot_tokens(rollout),
         )
     else:
         start = StartEngine(
@@ -125,6 +127,7 @@ def _embedded(
             num_threads=engine_threads(RankConfig.of(config)),
             version=version,
             record_steps=rollout.record_steps,
+            slot_tokens=planned_slot_tokens(rollout),
         )
         engine = engine_beside(start, process(_log(config)))
     if engine.is_on_device:

@@ -34,8 +34,8 @@ def grouped_query_attention(
     Args:
         module: the attention layer; not read.
         attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key. Each sees the first ones
-            (`decode_mask`, `prefill_mask`).
-        options: `scaling` is read; dropout is for training and sliding windows are already in the mask.
+            (`decode_mask`); several queries are a whole prompt, whose mask is causal (`prefill_mask`).
+        options: `scaling` is read; dropout is for training, and models with sliding windows are refused.
 
     Returns:
         [N, Q, H, D], and None in place of attention weights.
@@ -64,10 +64,20 @@ def grouped_query_attention(
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=attention_mask, scale=scaling)
         # With latent attention values are not as wide as queries and keys.
         return out.reshape(num_rows, 1, num_heads, values.shape[-1]), None
-    out = scaled_dot_product_attention(
-        query_NHQD, keys, values, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
+    # A device's fast kernels refuse a mask; with one, all scores of grouped queries would lie in memory.
+    assert num_queries == num_tokens == key_NGCD.shape[2]
+    out = scaled_dot_product_attention(query_NHQD, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
+
+
+def attend_without_cudnn() -> None:
+    """Keeps cuDNN out of torch's `scaled_dot_product_attention`, in the whole process.
+
+    torch prefers cuDNN on GPUs of compute capability 9 and 10. It makes a plan for every new shape, and nearly every
+    prefill has one; with version 9.20 it decodes wrongly on a B200, without an error (pytorch issue 193893). A trainer
+    in the same process does not miss it: on a GPU it attends by Transformer Engine.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def prefill_mask(length: int, device: torch.device) -> Tensor:

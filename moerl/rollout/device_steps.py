@@ -9,6 +9,7 @@ keeps its memory from one run of the engine to the next. Shape legend as in `moe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moerl.contract.trajectory import ModelSpec
+from moerl.rollout.attention import attend_without_cudnn
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.device_sampler import Kinds, draw_rows
+from moerl.rollout.experts import why_experts_wait
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.sampler import RowParams, require_finite
 from moerl.rollout.sampler_kernel import Cuts, Draws, StepResult
@@ -43,11 +46,23 @@ _FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
 _Key = tuple[int, int, Kinds]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """Options of an engine on a device, without effect on a CPU."""
+
+    record_steps: bool = True
+    """True if decoding steps on a GPU are recorded as CUDA graphs, if the model's can be."""
+    slot_tokens: int = 0
+    """Tokens that each slot has room for from the start (`moerl.config.engine_memory`)."""
+
+
 def why_not_recorded(model: PreTrainedModel) -> str:
     """Returns why the decoding steps of a model cannot be recorded; an empty text if they can."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", "default")
-    return "" if kind in _FIXED_ANGLES else f"RoPE of type {kind!r} looks at the longest sequence of every step"
+    if kind not in _FIXED_ANGLES:
+        return f"RoPE of type {kind!r} looks at the longest sequence of every step"
+    return why_experts_wait(model)
 
 
 class DeviceSteps:
@@ -57,6 +72,7 @@ class DeviceSteps:
         model: with the attention and experts functions of the engine. capture: of its routers.
         max_running: slots.
         recorder: of decoding steps.
+        slot_tokens: as in `DeviceOptions`.
     """
 
     def __init__(
@@ -66,7 +82,9 @@ class DeviceSteps:
         spec: ModelSpec,
         max_running: int,
         recorder: Unrecorded,
+        slot_tokens: int,
     ) -> None:
+        attend_without_cudnn()
         self._model, self._spec, self._recorder = model, spec, recorder
         self._layers = TransformersLayers(model, capture)
         self._head = cast(nn.Module, model.get_output_embeddings())
@@ -75,15 +93,19 @@ class DeviceSteps:
         # Inputs of a step on the host and on the device, int64 [len(_ROWS), R], by R.
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._recorded: dict[_Key, tuple[Step, Tensor]] = {}
-        self._recorded_capacity = 0
+        self._slot_tokens = slot_tokens
 
     def num_rows(self, num_running: int) -> int:
         """Returns the rows of a step: a power of two, at most the slots in whole eights."""
         return min(_power(num_running, LEAST_ROWS), -(-self._num_slots // LEAST_ROWS) * LEAST_ROWS)
 
+    def wait(self) -> None:
+        """Does the same as `HostSteps.wait`."""
+        self._recorder.wait()
+
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
         """Returns the cache of all runs, whose room for tokens only grows (`HostSteps.cache`)."""
-        self._cache.max_tokens = max(self._cache.max_tokens, -(-max_tokens // LEAST_TOKENS) * LEAST_TOKENS)
+        self._cache.max_tokens = max(self._cache.max_tokens, max_tokens)
         return self._cache
 
     @torch.inference_mode()
@@ -139,12 +161,19 @@ class DeviceSteps:
         return self._head(hidden)[:, : self._spec.vocab_size]
 
     def _reserve(self, cache: SlotCache) -> None:
-        """Gives the cache all of its room. Steps that were recorded with less of it are forgotten."""
+        """Gives the cache all of its room. Steps that were recorded with less of it are forgotten; so it has room as
+        planned, and beyond that of powers of two."""
         assert cache is self._cache
+        if cache.max_tokens <= cache.capacity:
+            return
+        self._recorded.clear()
+        self._recorder.forget()
+        if cache.max_tokens <= self._slot_tokens:
+            cache.max_tokens = self._slot_tokens
+        else:
+            rounded = min(_power(cache.max_tokens, LEAST_TOKENS), int(self._model.config.max_position_embeddings))
+            cache.max_tokens = max(cache.max_tokens, rounded)
         cache.reserve(cache.max_tokens)
-        if cache.capacity != self._recorded_capacity:
-            self._recorded.clear()
-            self._recorded_capacity = cache.capacity
 
     def _unpack(
         self, output: NDArray[np.uint8], num_rows: int, num_listed: int, params: RowParams

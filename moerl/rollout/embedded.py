@@ -35,7 +35,7 @@ from moerl.rollout import host
 from moerl.rollout.attention import ATTENTION
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
-from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
+from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
 from moerl.rollout.experts import experts_function
 from moerl.rollout.recorded import CudaGraphs, Unrecorded
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
@@ -69,7 +69,7 @@ class EmbeddedEngine:
         engine_id: str,
         max_running: int,
         policy_version: int = -1,
-        record_steps: bool = True,
+        on_device: DeviceOptions | None = None,
     ) -> None:
         """Takes the model over: eval mode, this engine's attention and experts functions, hooks on its routers; on a
         CPU 16-bit precision is emulated (`moerl.rollout.rounding`). It samples on the device of the model.
@@ -78,7 +78,7 @@ class EmbeddedEngine:
             spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
             max_running: sequences that decode together.
             policy_version: of the weights the model holds; -1 if it waits for a first update.
-            record_steps: decoding steps on a GPU are recorded as CUDA graphs, if the model's can be.
+            on_device: options of an engine on a device; None = the defaults.
 
         Raises:
             EngineError: The model's routers are unknown or do not match the spec.
@@ -92,7 +92,9 @@ class EmbeddedEngine:
         dtype = model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
-        self._steps, self.description = _steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
+        self._steps, self.description = _steps_of(
+            model, dtype, self._capture, spec, max_running, on_device or DeviceOptions()
+        )
         self.is_on_device = not host.is_host(model)
         self._spec = spec
         self._engine_id = engine_id
@@ -197,6 +199,7 @@ class EmbeddedEngine:
         start = time.perf_counter()
         with self._lock:
             staging.commit()
+            self._steps.wait()
             self._policy_version, self._distrusted = staging.version, ""
             self.costs.interrupted += self._run.table.num_running if self._run is not None else 0
             self.costs.stalled_seconds += time.perf_counter() - start
@@ -347,14 +350,13 @@ def _steps_of(
     capture: RoutingCapture,
     spec: ModelSpec,
     max_running: int,
-    *,
-    record: bool,
+    options: DeviceOptions,
 ) -> tuple[HostSteps | DeviceSteps, str]:
     """Returns the passes of a model that an engine has taken over, and one line about them.
 
     Args:
         dtype: what its numbers are rounded to on a CPU, None if they are not.
-        record: decoding steps are recorded if they can be.
+        options: of an engine on a device.
     """
     device, precision = model.device, str(dtype or model.dtype).removeprefix("torch.")
     if host.is_host(model):
@@ -362,10 +364,10 @@ def _steps_of(
         layers = CompiledLayers(model, dtype) if is_known else TransformersLayers(model, capture)
         steps = HostSteps(layers, cast(nn.Module, model.get_output_embeddings()), spec.vocab_size)
         return steps, f"embedded engine on a CPU, {precision}"
-    why_not = why_not_recorded(model) if record else "rollout.record_steps is false"
+    why_not = why_not_recorded(model) if options.record_steps else "rollout.record_steps is false"
     if not why_not and device.type != "cuda":
         why_not = f"{device.type} has no CUDA graphs"
     recorder = Unrecorded(device) if why_not else CudaGraphs(device)
     how = f"not recorded: {why_not}" if why_not else "recorded as CUDA graphs"
-    steps = DeviceSteps(model, capture, spec, max_running, recorder)
+    steps = DeviceSteps(model, capture, spec, max_running, recorder, options.slot_tokens)
     return steps, f"embedded engine on {device}, {precision}; decoding steps {how}"

@@ -2,9 +2,9 @@
 
 Runs inside the embedded rollout engine, registered with transformers under `experts_function`. The stock grouped
 function masks and scatters every row for cases that do not occur here; with the few rows of a decoding step that is
-half of its time on a CPU. On a device the stock function is the fastest in 16 bits, and never waits for the device. In
-other types torch's grouped product waits: the host reads the ends of the rows of each expert. Shape legend: R = rows,
-K = experts per token, E = experts, H = hidden size, F = width of an expert.
+half of its time on a CPU. On a device the stock function is the fastest in 16 bits; `why_experts_wait` says on which
+GPUs it waits for the host. Shape legend: R = rows, K = experts per token, E = experts, H = hidden size, F = width of an
+expert.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from moerl.rollout.rounding import rounded
 _STOCK = "grouped_mm"
 """transformers' own: exact, and within 10% of the fastest at every batch size; its `batched_mm` is 15-50 times slower
 on a CPU."""
+
+_ON_DEVICE_ALONE = (9, 10)
+"""Major compute capabilities on which torch's grouped product in bfloat16 is one kernel (2.13). On others, and in all
+other types, the host reads the ends of the rows of each expert and starts a product for each."""
 
 _NAME, _EVERY = "moerl_sorted", "moerl_every"
 
@@ -129,3 +133,14 @@ def experts_function(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
     if name not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(name, partial(sorted_experts, dtype=dtype, eight_bits=eight_bits))
     return name
+
+
+def why_experts_wait(model: PreTrainedModel) -> str:
+    """Returns why the experts of a model on a GPU wait for the host; an empty text if they do not."""
+    if model.device.type != "cuda" or experts_function(model, None) != _STOCK:
+        return ""
+    major, minor = torch.cuda.get_device_capability(model.device)
+    if model.dtype == torch.bfloat16 and major in _ON_DEVICE_ALONE:
+        return ""
+    precision = str(model.dtype).removeprefix("torch.")
+    return f"torch's grouped product in {precision} waits for the host on compute capability {major}.{minor}"

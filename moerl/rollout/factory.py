@@ -16,6 +16,7 @@ from moerl.models.description import ModelDescription
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import StartEngine
+from moerl.rollout.device_steps import DeviceOptions
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts, ServedRun
 from moerl.rollout.fleet.engine import FleetEngine
@@ -27,13 +28,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def embedded_engine(
-    model: ModelDescription, *, dtype: str, max_running: int, version: int = -1, record_steps: bool = True
+    model: ModelDescription,
+    *,
+    dtype: str,
+    max_running: int,
+    version: int = -1,
+    record_steps: bool = True,
+    slot_tokens: int = 0,
 ) -> EmbeddedEngine:
     """Makes an embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
 
     Args:
         version: policy version of the weights in its folder; -1 if the engine must wait for a first update.
         record_steps: value of `rollout.record_steps`.
+        slot_tokens: room of each slot from the start, on a GPU (`moerl.config.engine_memory`).
     """
     assert model.folder is not None
     return EmbeddedEngine(
@@ -42,7 +50,7 @@ def embedded_engine(
         engine_id="embedded-0",
         max_running=max_running,
         policy_version=version,
-        record_steps=record_steps,
+        on_device=DeviceOptions(record_steps, slot_tokens),
     )
 
 

@@ -37,6 +37,9 @@ class Unrecorded:
         """Returns a function that runs the step again, into the same output. The step itself may run several times."""
         return step
 
+    def forget(self) -> None:
+        """Is told that all recorded steps have been dropped."""
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Returns memory of the host that the device copies from and to without the host's help."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self._device.type == "cuda")
@@ -48,26 +51,31 @@ class Unrecorded:
 
 
 class CudaGraphs(Unrecorded):
-    """A recorder of CUDA graphs. They share memory for what they compute on the way, since one runs at a time."""
+    """A recorder of CUDA graphs. They share memory for what they compute on the way, since one runs at a time.
+
+    All warm-ups and recordings use one stream: cuBLAS keeps a workspace for every stream that it was ever used on, and
+    one that it made during a recording would lie in the memory of the graphs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     @override
     def record(self, step: Step) -> Step:
         """Records the step as a graph; returns what replays it (`Unrecorded.record`). Raises `EngineError` if the step
         cannot be recorded."""
-        current, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        other.wait_stream(current)
-        with torch.cuda.stream(other):
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 step()
-        current.wait_stream(other)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, which write a checkpoint for one, may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 output = step()
         except RuntimeError as error:
             raise EngineError(
@@ -82,3 +90,8 @@ class CudaGraphs(Unrecorded):
             return output
 
         return replay
+
+    @override
+    def forget(self) -> None:
+        # The memory of graphs that are gone is not given to new ones: something may have stayed in it.
+        self._pool = torch.cuda.graph_pool_handle()

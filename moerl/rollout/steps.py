@@ -61,6 +61,9 @@ class HostSteps:
         """Returns how many rows a pass over so many running rows has, R."""
         return whole_blocks(num_running)
 
+    def wait(self) -> None:
+        """Waits until what was given to a device is done; a CPU does everything at once."""
+
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
         """Returns an empty cache for a run of the engine."""
         return SlotCache(whole_blocks(num_slots), max_tokens)

@@ -43,6 +43,8 @@ class StartEngine(_Message, tag="start"):
     """Policy version of the weights in `folder`; -1 if the engine waits for a first update."""
     record_steps: bool = True
     """Value of `rollout.record_steps`."""
+    slot_tokens: int = 0
+    """Room of each slot from the start, on a GPU (`moerl.config.engine_memory`)."""
     host: str = "127.0.0.1"
     """Address at which senders of weights reach the process."""
     shares_memory: bool = True

@@ -1,14 +1,18 @@
-"""When the process of an engine begins, and what becomes of it."""
+"""When the process of an engine begins, and what becomes of it; the room that an engine begins with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from moerl.config.load import load_config
+from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.models.description import ModelDescription
+from moerl.orchestration import engines
 from moerl.orchestration.engines import begun_early
+from moerl.rollout import factory
 
 BESIDE = ("recipe=tiny", "rollout.placement=beside")
 
@@ -58,3 +62,35 @@ def test_no_other_engine_has_a_process_that_begins_early(keys: list[str], on: st
     with begun_early(config, processes) as process:
         assert processes.begun == []
         assert process is processes
+
+
+class Engine:
+    is_on_device = False
+
+
+@pytest.mark.parametrize("placement", ["inside", "beside"])
+def test_an_engine_has_the_room_that_its_memory_is_planned_with(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def inside(model: Any, *, slot_tokens: int, **options: Any) -> Engine:
+        given.append(slot_tokens)
+        return Engine()
+
+    def beside(start: Any, process: Any) -> Engine:
+        given.append(start.slot_tokens)
+        return Engine()
+
+    monkeypatch.setattr(factory, "embedded_engine", inside)
+    monkeypatch.setattr(factory, "engine_beside", beside)
+    monkeypatch.setattr(engines, "check_weights", lambda folder: None)
+    overrides = ["recipe=laptop", f"rollout.placement={placement}", "rollout.max_new_tokens=200", f"run_dir={tmp_path}"]
+    config = load_config(overrides, command="train")
+    assert isinstance(config.rollout, EmbeddedRolloutConfig)
+
+    class Model:
+        folder, spec = tmp_path, None
+
+    engines.open_engine(config, cast(ModelDescription, Model), 0, print, process=lambda log: cast(Any, None))
+    assert given == [2 * 128 + 128]

@@ -5,9 +5,9 @@ In float64 or bfloat16, since the kernels of a CPU take over in float32.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, override
 
 import numpy as np
@@ -24,10 +24,10 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import device_steps, host, recorded
-from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
+from moerl.rollout import device_steps, embedded, host, schedule
+from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.recorded import CudaGraphs, Step, Unrecorded
+from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.weight_staging import checkpoint_views
 
 KINDS = [
@@ -134,9 +134,11 @@ def requests(count: int, vocab: int = 61, kinds: Sequence[dict[str, Any]] = KIND
     ]
 
 
-def make_engine(model: Any, max_running: int = 5, spec: ModelSpec | None = None) -> EmbeddedEngine:
+def make_engine(
+    model: Any, max_running: int = 5, spec: ModelSpec | None = None, on_device: DeviceOptions | None = None
+) -> EmbeddedEngine:
     spec = spec or spec_from_hf_config(model.config.to_dict())
-    return EmbeddedEngine(model, spec, engine_id="e", max_running=max_running, policy_version=0)
+    return EmbeddedEngine(model, spec, engine_id="e", max_running=max_running, policy_version=0, on_device=on_device)
 
 
 def watched(engine: EmbeddedEngine) -> Witness:
@@ -250,6 +252,58 @@ def test_steps_are_recorded_again_once_the_cache_has_grown(make_model, monkeypat
 
 
 @pytest.mark.usefixtures("on_device")
+def test_the_time_of_an_update_is_that_of_the_device(make_model, monkeypatch: pytest.MonkeyPatch):
+    engine, seconds = make_engine(make_model().double()), [0.0]
+
+    class Slow(Witness):
+        def wait(self) -> None:
+            seconds[0] += 5
+
+    assert isinstance(engine._steps, DeviceSteps)
+    engine._steps._recorder = Slow()
+    monkeypatch.setattr(embedded, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    weights = make_model(seed=4).double().state_dict()
+    send(engine, 1, (item for name, tensor in weights.items() for item in checkpoint_views(name, tensor).items()))
+    assert engine.costs.stalled_seconds == 5
+
+
+def served(engine: EmbeddedEngine, lengths: Sequence[int]) -> dict[str, Trajectory]:
+    """Samples requests of so many tokens one after the other, in one stream."""
+    waiting = [
+        RolloutRequest(Lineage(f"r{n}", f"p{n}", "g"), (1, 2, 3), SamplingParams(seed=n, top_k=9), n - 3)
+        for n in lengths
+    ]
+    found: dict[str, Trajectory] = {}
+
+    def take(is_idle: bool) -> list[RolloutRequest] | None:
+        if is_idle and not waiting:
+            return None
+        return [waiting.pop(0)] if is_idle else []
+
+    for records in engine.serve(take):
+        found |= {record.rollout_id: Trajectory(**record.values) for record in records}
+    return found
+
+
+@pytest.mark.usefixtures("on_device")
+def test_longer_requests_seldom_have_steps_recorded_again(make_model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_steps, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(schedule, "_ROOM_TOKENS", 4)
+    model, lengths = make_model().double(), [9, 15, 18, 31, 40, 60, 90]
+    found: list[dict[str, Trajectory]] = []
+    # Room for 16 (or the 24 that are planned), 32, 64 and all 96 positions of the model; steps read at most 8, 16, ...
+    # tokens, or all of it. With a plan for all of them there is one room.
+    for slot_tokens, num_recorded in ((0, 2 + 3 + 4 + 5), (24, 3 + 3 + 4 + 5), (96, 5)):
+        engine = make_engine(deepcopy(model), on_device=DeviceOptions(slot_tokens=slot_tokens))
+        witness = watched(engine)
+        found.append(served(engine, lengths))
+        assert witness.num_recorded == num_recorded
+        assert engine._steps.cache(5, 0).capacity == 96
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.usefixtures("on_device")
 def test_broken_weights_are_refused_on_a_device(make_model):
     model = make_model().double()
     with torch.no_grad():
@@ -264,60 +318,3 @@ def test_broken_weights_are_refused_on_a_device(make_model):
 )
 def test_rows_of_a_step_are_rounded_up(make_model, running: int, slots: int, rows: int):
     assert make_engine(make_model().double(), slots)._steps.num_rows(running) == rows
-
-
-class _Graph:
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-
-
-class _Stream:
-    def wait_stream(self, other: Any) -> None: ...
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[_Graph]:
-    """Stands in for the parts of torch.cuda that a recording needs; the graphs that were made."""
-    made: list[_Graph] = []
-
-    def make() -> _Graph:
-        made.append(_Graph())
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
-    return made
-
-
-def test_a_recorded_step_is_replayed_and_not_computed_by_the_host_again(graphs: list[_Graph]):
-    runs: list[int] = []
-
-    def step() -> Tensor:
-        runs.append(1)
-        return torch.full((2,), len(runs))
-
-    replay = CudaGraphs(torch.device("cuda", 0)).record(step)
-    assert len(runs) == recorded._WARM_UPS + 1
-    assert replay() is replay()
-    assert graphs[0].replays == 2
-    assert len(runs) == recorded._WARM_UPS + 1
-
-
-def test_a_step_that_cannot_be_recorded_names_the_way_out(graphs: list[_Graph]):
-    runs: list[int] = []
-
-    def step() -> Tensor:
-        runs.append(1)
-        if len(runs) > recorded._WARM_UPS:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(1)
-
-    with pytest.raises(EngineError, match=r"rollout\.record_steps=false"):
-        CudaGraphs(torch.device("cuda", 0)).record(step)
