@@ -275,7 +275,7 @@ def trainer_with_moments(layout: Any, path: Path) -> tuple[Any, list[Any]]:
 
 
 def weights_and_moments(trainer: Any, states: list[Any]) -> dict[str, Tensor]:
-    """What a trainer exports, and the values of its moments in rising order: layers may hold tensors side by side."""
+    """Returns exported tensors, and values of moments in rising order: layers may hold tensors side by side."""
     exported = {name: tensor.clone() for name, tensor in trainer.export()}
     return exported | {each: torch.cat([state[each].flatten() for state in states]).sort().values for each in MOMENTS}
 
