@@ -68,13 +68,12 @@ def write_product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
 def _float32_sums() -> Iterator[None]:
     """Keeps the library from adding parts of a long product in half precision."""
     settings = torch.backends.cuda.matmul
-    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     # Each is a pair: may parts be added in half precision, and may a long product be split.
-    before = [(getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names]
-    for name in names:
-        setattr(settings, name, False)
+    bf16 = settings.allow_bf16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction_split_k
+    fp16 = settings.allow_fp16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction_split_k
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        for name, pair in zip(names, before, strict=True):
-            setattr(settings, name, pair)
+        settings.allow_bf16_reduced_precision_reduction = bf16
+        settings.allow_fp16_reduced_precision_reduction = fp16
