@@ -40,13 +40,13 @@ def answer(
 
 
 class FakeCollector:
-    """Answers at once, in an order of its own. asked: rollout ids of every call. refused: by call."""
+    """Answers at once, in an order of its own. asked: rollout ids of every call. watched: rollouts that were said to be done."""
 
     def __init__(self, answers: Answer) -> None:
         self._answers = answers
         self.asked: list[list[str]] = []
         self.told: list[tuple[int, int]] = []
-
+        self.watched: list[int] = []
         self.said: list[str] = []
         self.say = self.said.append
         self.scoring = Scoring({})
@@ -54,6 +54,7 @@ class FakeCollector:
 
     def watch(self, done: int, total: int, tokens: int) -> None:
         assert 0 <= done <= total
+        self.watched.append(done)
 
     def requests(self, prompts: Sequence[Prompt], *, run: str, count: int, **_: Any) -> list[RolloutRequest]:
         return [

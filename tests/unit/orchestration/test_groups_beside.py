@@ -115,6 +115,15 @@ def test_without_staleness_the_next_step_waits_until_engines_have_the_weights_an
     in_turn.join()
 
 
+def test_progress_is_shown_while_the_loop_waits_and_not_by_threads_beside_it() -> None:
+    beside, collector = source(answer, *BESIDE)
+    beside.batch()
+    assert collector.watched == []
+    in_turn, collector = source(answer)
+    in_turn.batch()
+    assert collector.watched == list(range(13))
+
+
 def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back() -> None:
     groups, _ = source(answer, *BESIDE)
     groups.batch()
