@@ -40,7 +40,7 @@ def answer(
 
 
 class FakeCollector:
-    """Answers at once, in an order of its own. asked: rollout ids of every call. watched: rollouts that were said to be done."""
+    """Answers at once, in an order of its own. asked: rollout ids of every call. watched: numbers of those done."""
 
     def __init__(self, answers: Answer) -> None:
         self._answers = answers
