@@ -12,8 +12,8 @@ ranks that hold the same ones. The share `trainer.optimizer_offload` of moments 
 update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` parameters or one whole tensor's part.
 
 **Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward
-pass is used here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores, and
-experts. With n = T / context and m = n / tensor rows, a layer keeps, in elements:
+pass is used here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores (in
+float32 there is none on a GPU: `moerl.ranks.devices`), and experts. With n = T / context and m = n / tensor rows, a layer keeps, in elements:
 
     norms        4 m h                                      two norms, input and output
     attention    n (2 q + 2 k + v + o) / tensor             widths over all heads, q and k before and after RoPE

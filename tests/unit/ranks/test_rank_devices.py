@@ -61,10 +61,13 @@ def test_a_rank_on_a_gpu_refuses_shared_prompts_before_there_is_a_model() -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_float32_on_a_gpu_says_how_exact_its_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_on_a_gpu_says_how_exact_its_products_are_and_that_attention_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert "NVIDIA H200, float32" in notes_of()[0]
     assert any("TF32's" in note and "trainer.tf32=off" in note for note in notes_of())
-    assert not any("TF32" in note for note in notes_of("model.dtype=bfloat16"))
+    assert any("attention in float32 is not fused" in note for note in notes_of())
+    assert not any("TF32" in note or "fused" in note for note in notes_of("model.dtype=bfloat16"))
     monkeypatch.setenv(TF32, "0")
     assert any("exact: TF32 is off" in note for note in notes_of())
 
