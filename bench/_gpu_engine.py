@@ -21,10 +21,10 @@ from _gpu_models import SIZES, apart_results, replays, same_experts, sampled_log
 from _report import Result
 from torch import Tensor
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.models.description import ModelDescription
-from moerl.rollout.device_steps import DeviceOptions
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms

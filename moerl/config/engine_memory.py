@@ -117,10 +117,20 @@ def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: f
     return fits if rollout.max_pool_tokens is None else min(fits, rollout.max_pool_tokens)
 
 
-def planned_slot_tokens(rollout: EmbeddedRolloutConfig) -> int:
-    """Returns the tokens that a slot of the embedded engine on a device has room for from the start, in whole
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """Options of an embedded engine on a device, without effect on a CPU."""
+
+    record_steps: bool = True
+    """True if decoding steps on a GPU are recorded as CUDA graphs, if the model's can be."""
+    slot_tokens: int = 0
+    """Tokens that each slot has room for from the start."""
+
+
+def device_options(rollout: EmbeddedRolloutConfig) -> DeviceOptions:
+    """Returns the options of the embedded engine; slots have room for a prompt and a response, in whole
     `PROMPT_TOKENS`."""
-    return PROMPT_TOKENS * (-(-rollout.max_new_tokens // PROMPT_TOKENS) + 1)
+    return DeviceOptions(rollout.record_steps, PROMPT_TOKENS * (-(-rollout.max_new_tokens // PROMPT_TOKENS) + 1))
 
 
 def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: bool) -> dict[str, int]:
@@ -145,7 +155,7 @@ def engine_bytes(rollout: RolloutConfig, sizes: ModelDescription, *, on_ray: boo
     return {
         "weights": weights,
         "weights of an update": weights,
-        "key-value cache": rows * planned_slot_tokens(rollout) * sizes.num_layers * cached * element,
+        "key-value cache": rows * device_options(rollout).slot_tokens * sizes.num_layers * cached * element,
         "logits": rows * sizes.vocab_size * LOGIT_BYTES,
         "prompts": PREFILL_TOKENS * max(sizes.experts_per_token * widths * element, scores),
     }

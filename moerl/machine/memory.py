@@ -13,7 +13,8 @@ update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` pa
 
 **Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward
 pass is used here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores (in
-float32 there is none on a GPU: `moerl.ranks.devices`), and experts. With n = T / context and m = n / tensor rows, a layer keeps, in elements:
+float32 a GPU has none: `moerl.ranks.devices`), and experts. With n = T / context and m = n / tensor rows, a layer
+keeps, in elements:
 
     norms        4 m h                                      two norms, input and output
     attention    n (2 q + 2 k + v + o) / tensor             widths over all heads, q and k before and after RoPE

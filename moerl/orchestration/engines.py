@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moerl.config.engine_memory import planned_slot_tokens
+from moerl.config.engine_memory import device_options
 from moerl.config.ranks import RankConfig, engine_threads
 from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
@@ -115,8 +115,7 @@ def _embedded(
             dtype=rollout.dtype,
             max_running=rollout.max_running,
             version=version,
-            record_steps=rollout.record_steps,
-            slot_tokens=planned_slot_tokens(rollout),
+            on_device=device_options(rollout),
         )
     else:
         start = StartEngine(
@@ -126,8 +125,7 @@ def _embedded(
             max_running=rollout.max_running,
             num_threads=engine_threads(RankConfig.of(config)),
             version=version,
-            record_steps=rollout.record_steps,
-            slot_tokens=planned_slot_tokens(rollout),
+            on_device=device_options(rollout),
         )
         engine = engine_beside(start, process(_log(config)))
     if engine.is_on_device:

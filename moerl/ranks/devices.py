@@ -35,8 +35,8 @@ def device_notes(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             else "products of float32 numbers are exact: TF32 is off"
         )
         notes.append(
-            "attention in float32 is not fused: scores of all sequences of a microbatch, each as long as the longest, lie"
-            " in memory, which plans do not count; model.dtype=bfloat16 has none"
+            "attention in float32 is not fused: scores of all sequences of a microbatch, each as long as the longest,"
+            " lie in memory, which plans do not count; model.dtype=bfloat16 has none"
         )
     if trainer.share_prompts == "auto" and not platform.can_share_prompts():
         notes.append("prompts are not shared (trainer.share_prompts=auto): attention on a GPU knows no shared rows")

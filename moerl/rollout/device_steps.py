@@ -9,7 +9,6 @@ keeps its memory from one run of the engine to the next. Shape legend as in `moe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -44,16 +43,6 @@ _FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
 """RoPE whose angles depend on positions alone. Others look at the longest sequence, on the host."""
 
 _Key = tuple[int, int, Kinds]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOptions:
-    """Options of an engine on a device, without effect on a CPU."""
-
-    record_steps: bool = True
-    """True if decoding steps on a GPU are recorded as CUDA graphs, if the model's can be."""
-    slot_tokens: int = 0
-    """Tokens that each slot has room for from the start (`moerl.config.engine_memory`)."""
 
 
 def why_not_recorded(model: PreTrainedModel) -> str:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.contract.weight_update import WeightUpdate, require_open
@@ -35,7 +36,7 @@ from moerl.rollout import host
 from moerl.rollout.attention import ATTENTION
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
-from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
+from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
 from moerl.rollout.experts import experts_function
 from moerl.rollout.recorded import CudaGraphs, Unrecorded
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for

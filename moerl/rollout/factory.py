@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.config.rollouts import ServedRolloutConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
@@ -16,7 +17,6 @@ from moerl.models.description import ModelDescription
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import StartEngine
-from moerl.rollout.device_steps import DeviceOptions
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts, ServedRun
 from moerl.rollout.fleet.engine import FleetEngine
@@ -33,15 +33,13 @@ def embedded_engine(
     dtype: str,
     max_running: int,
     version: int = -1,
-    record_steps: bool = True,
-    slot_tokens: int = 0,
+    on_device: DeviceOptions | None = None,
 ) -> EmbeddedEngine:
     """Makes an embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
 
     Args:
         version: policy version of the weights in its folder; -1 if the engine must wait for a first update.
-        record_steps: value of `rollout.record_steps`.
-        slot_tokens: room of each slot from the start, on a GPU (`moerl.config.engine_memory`).
+        on_device: as of `EmbeddedEngine`.
     """
     assert model.folder is not None
     return EmbeddedEngine(
@@ -50,7 +48,7 @@ def embedded_engine(
         engine_id="embedded-0",
         max_running=max_running,
         policy_version=version,
-        on_device=DeviceOptions(record_steps, slot_tokens),
+        on_device=on_device,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec
@@ -41,10 +42,8 @@ class StartEngine(_Message, tag="start"):
     """Threads of torch in the process."""
     version: int
     """Policy version of the weights in `folder`; -1 if the engine waits for a first update."""
-    record_steps: bool = True
-    """Value of `rollout.record_steps`."""
-    slot_tokens: int = 0
-    """Room of each slot from the start, on a GPU (`moerl.config.engine_memory`)."""
+    on_device: DeviceOptions = DeviceOptions()
+    """Options of an engine on a device."""
     host: str = "127.0.0.1"
     """Address at which senders of weights reach the process."""
     shares_memory: bool = True

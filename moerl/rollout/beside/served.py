@@ -36,7 +36,6 @@ from moerl.rollout.beside.messages import (
     decode_for_engine,
     encode,
 )
-from moerl.rollout.device_steps import DeviceOptions
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
 from moerl.rollout.pushed import BucketReceiver
@@ -85,7 +84,7 @@ class _Served:
             engine_id=ENGINE_ID,
             max_running=start.max_running,
             policy_version=start.version,
-            on_device=DeviceOptions(start.record_steps, start.slot_tokens),
+            on_device=start.on_device,
         )
         self._call_of: dict[str, int] = {}
         self._updates = OpenUpdate(engine)

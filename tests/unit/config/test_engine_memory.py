@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from moerl.config import engine_memory
 from moerl.config.architecture import describe_model
-from moerl.config.engine_memory import engine_bytes, planned_slot_tokens
+from moerl.config.engine_memory import device_options, engine_bytes
 from moerl.config.load import load_config
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.run_memory import check_shared_device
@@ -89,7 +89,7 @@ def test_weights_and_cache_are_those_that_a_model_has(family: str) -> None:
     assert isinstance(config.rollout, EmbeddedRolloutConfig)
     found = engine_bytes(config.rollout, describe(hf_config.to_dict(), "config.json"), on_ray=False)
     assert found["weights"] == sum(each.numel() for each in model.parameters()) * 4
-    num_tokens = planned_slot_tokens(config.rollout)
+    num_tokens = device_options(config.rollout).slot_tokens
     cache = SlotCache(8, num_tokens)
     cache.reserve(num_tokens)
     cache.begin_prefill(torch.zeros(1, dtype=torch.int64), 1)

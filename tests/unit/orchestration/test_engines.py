@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.config.load import load_config
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.models.description import ModelDescription
@@ -74,12 +75,12 @@ def test_an_engine_has_the_room_that_its_memory_is_planned_with(
 ) -> None:
     given: list[int] = []
 
-    def inside(model: Any, *, slot_tokens: int, **options: Any) -> Engine:
-        given.append(slot_tokens)
+    def inside(model: Any, *, on_device: DeviceOptions, **options: Any) -> Engine:
+        given.append(on_device.slot_tokens)
         return Engine()
 
     def beside(start: Any, process: Any) -> Engine:
-        given.append(start.slot_tokens)
+        given.append(start.on_device.slot_tokens)
         return Engine()
 
     monkeypatch.setattr(factory, "embedded_engine", inside)

@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM
 
+from moerl.config.engine_memory import DeviceOptions
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout import device_steps, embedded, host, schedule
-from moerl.rollout.device_steps import DeviceOptions, DeviceSteps, why_not_recorded
+from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.weight_staging import checkpoint_views
