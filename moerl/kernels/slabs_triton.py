@@ -21,7 +21,7 @@ BLOCK_COLUMNS = 1024
 """Columns that a program reads at a time."""
 
 
-@triton.jit(do_not_specialize=["first", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def add_kernel(
     z_ptr, temperatures_ptr, targets_ptr, state_ptr, first, num_rows, num_columns, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def add_kernel(
         tl.store(at_state + 3 * num_rows, tl.load(own + target) / temperature)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def gradient_kernel(
     z_ptr, temperatures_ptr, targets_ptr, log_sums_ptr, entropy_ptr, of_logprobs_ptr, of_entropy_ptr, out_ptr,
     first, num_columns, BLOCK: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr,

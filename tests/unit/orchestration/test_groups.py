@@ -19,6 +19,9 @@ from moerl.errors import MoerlError
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.selection import MAX_BATCHES
 
+# A source that waits for what will not come ends its test with the stacks of all threads.
+pytestmark = pytest.mark.timeout(60)
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from moerl.contract.ports import Taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import MoerlError, WeightSyncError
 
+# A source that waits for what will not come ends its test with the stacks of all threads.
+pytestmark = pytest.mark.timeout(60)
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path) -> None:
