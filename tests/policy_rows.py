@@ -74,11 +74,16 @@ def policy_rows(trainer_T: Tensor, *, lengths: Sequence[int] | None = None, **gi
         entropy_T=given.get("entropy_T", zeros_T),
         sequences=sequences,
         totals=BatchTotals(
-            float(mask_T.sum()), float(len(sequences.row_ids()[mask_T].unique())), facts_of_presets(tokens)
+            float(mask_T.sum()), float(len(sequence_of_rows(sequences)[mask_T].unique())), facts_of_presets(tokens)
         ),
         draws_T=given.get("draws_T", even_T),
         kl_T=given.get("kl_T"),
     )
+
+
+def sequence_of_rows(sequences: Sequences) -> Tensor:
+    """Returns the number of each row's sequence in the microbatch: int64 [T]."""
+    return torch.arange(len(sequences.num_rows_N)).repeat_interleave(sequences.num_rows_N)
 
 
 def facts_of_presets(tokens: SampledTokens, **changes: Any) -> dict[str, float]:

@@ -31,12 +31,6 @@ class Sequences:
     """Function that adds float64 [N] in place over the ranks that hold the other rows of the same sequences, a
     collective of these ranks; None if every sequence lies on this rank completely."""
 
-    def row_ids(self) -> Tensor:
-        """Returns for each row the number of its sequence in the microbatch: int64 [T]. All ranks that share the
-        sequence give it the same number."""
-        numbers_N = torch.arange(len(self.num_rows_N), device=self.num_rows_N.device)
-        return numbers_N.repeat_interleave(self.num_rows_N)
-
     def sum(self, values_T: Tensor) -> Tensor:
         """Returns for each row the sum of the values over all rows of its sequence, on all ranks: [T], dtype as given.
 

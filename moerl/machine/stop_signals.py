@@ -26,8 +26,6 @@ INTERRUPTED = 130
 TOGETHER_SECONDS = 1.0
 """Longest time between Ctrl-C and another signal that count as one request, by the other signal."""
 
-_NAMES = {int(number): number.name for number in STOP_SIGNALS}
-
 
 class GraceOverError(BaseException):
     """End of the grace time: the run ends at once, whatever it is doing."""
@@ -49,25 +47,28 @@ class StopRequest:
         self.grace_seconds: float | None = None
         self.signal = ""
         self._since = math.inf
-        self._ends_work = False
+        self._ends_work, self._is_over = False, False
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
         """Returns the result of `work`, which a stop signal ends at once; None if a signal came before it was done.
 
-        Call from the main thread, with work that may be stopped at any point.
+        Call from the main thread, with work that may be stopped at any point. An error of work that a signal ends is
+        said, not raised: it comes of the end, or comes again.
         """
-        if self.signal:
-            return None
         try:
             try:
                 self._ends_work = True
-                # A signal may have come since the question above.
                 return None if self.signal else work()
             finally:
                 self._ends_work = False
         except _StopNow:
             self._ends_work = False
-            return None
+        except Exception as error:
+            if not self.signal:
+                raise
+            # Or C code put it in the place of that of the signal, as numpy does if Python code that it calls is ended.
+            os.write(2, f"the work that {self.signal} ended failed: {type(error).__name__}: {error}\n".encode())
+        return None
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Handles a stop signal. Runs in the main thread."""
@@ -75,7 +76,7 @@ class StopRequest:
             self._receive_another(number)
             return
         # No call since the question, in which another signal could come.
-        self.signal = _NAMES[number]
+        self.signal = signal.Signals(number).name
         again = " again" if number == signal.SIGINT else ""
         within = "" if self.grace_seconds is None else f", within {self.grace_seconds:g} s"
         # Not print: the signal may have come in the midst of one.
@@ -90,8 +91,7 @@ class StopRequest:
     def _receive_another(self, number: int) -> None:
         are_two = (number == signal.SIGINT) != (self.signal == "SIGINT")
         if are_two and time.monotonic() - self._since < TOGETHER_SECONDS:
-            if number != signal.SIGINT:
-                self.signal = _NAMES[number]
+            self.signal = self.signal if number == signal.SIGINT else signal.Signals(number).name
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -108,6 +108,11 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, grace_seconds)
         try:
             yield
+        except Exception as error:
+            if not self._is_over:
+                raise
+            # As in `unless_stopped`.
+            raise GraceOverError from error
         finally:
             self.grace_seconds = None
             if self.signal:
@@ -120,6 +125,7 @@ class StopRequest:
         Raises:
             GraceOverError: always.
         """
+        self._is_over = True
         os.write(2, b"the grace time is over: stopping at once\n")
         raise GraceOverError
 
@@ -134,8 +140,7 @@ def stop_signals(*, for_good: bool = False) -> Iterator[StopRequest]:
         for_good: the process ends after this. If it got a stop signal, it then ignores all further ones but Ctrl-C.
     """
     request = StopRequest()
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    taken = {number: handler for number in STOP_SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
     for number in taken:
         signal.signal(number, request.receive)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_rows import LONGEST, PRESETS, policy_rows, preset, rewarded_batch
+from policy_rows import LONGEST, PRESETS, policy_rows, preset, rewarded_batch, sequence_of_rows
 from torch import Tensor
 
 from moerl.algorithms.group_policy import GroupPolicy
@@ -57,7 +57,7 @@ PLAIN = {"importance": "off"}
 
 def responses(rows: PolicyRows) -> list[list[int]]:
     """Trained rows of each response."""
-    ids = rows.sequences.row_ids().tolist()
+    ids = sequence_of_rows(rows.sequences).tolist()
     return [[t for t, i in enumerate(ids) if i == n and rows.loss_mask_T[t]] for n in range(len(LENGTHS))]
 
 

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
+import numpy as np
 import pytest
 
 from moerl.machine import stop_signals as stop_signals_module
@@ -93,6 +95,20 @@ def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_befor
         assert signal.getsignal(signal.SIGALRM) is handler
 
 
+def test_the_grace_time_ends_work_in_which_another_error_takes_the_place_of_its_end(stop: StopRequest) -> None:
+    def as_in_c() -> None:
+        try:
+            threading.Event().wait(60)
+        except GraceOverError:
+            raise TypeError("of the library") from None
+
+    with pytest.raises(TypeError, match="before"), stop.within(60):
+        raise TypeError("before")
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(GraceOverError), stop.within(0.01):
+        as_in_c()
+
+
 @pytest.mark.parametrize(("is_told", "status"), [(True, 75), (False, -signal.SIGTERM)])
 def test_a_signal_after_the_end_of_a_run_that_was_told_to_stop_changes_its_status_no_more(
     is_told: bool, status: int
@@ -118,6 +134,30 @@ def test_work_that_may_be_left_off_ends_at_once(stop: StopRequest) -> None:
 
     assert stop.unless_stopped(work) is None
     assert stop.unless_stopped(lambda: 1) is None
+
+
+def test_work_in_which_numpy_puts_an_error_of_its_own_in_the_place_of_the_signals_ends_too(
+    stop: StopRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.array([[1, 2], [3, 4]])
+
+    def tell(frame: FrameType, event: str, _: object) -> None:
+        # A function of Python that numpy calls from C, and in which signals are handled.
+        if frame.f_code.co_name == "_promote_fields":
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def work() -> int:
+        sys.setprofile(tell)
+        return len(np.unique(ids, axis=0))
+
+    assert stop.unless_stopped(work) is None
+    assert "the work that SIGTERM ended failed: TypeError: Cannot compare structured arrays" in capfd.readouterr().err
+
+
+def test_an_error_of_work_that_no_signal_ends_is_raised(stop: StopRequest) -> None:
+    with pytest.raises(ZeroDivisionError):
+        stop.unless_stopped(lambda: 1 // 0)
 
 
 def test_work_is_done_where_no_signal_comes(stop: StopRequest) -> None:
