@@ -77,11 +77,13 @@ class Ranks:
         }
         for connection in self._connections:
             connection.send(call)
+        answers: list[dict[str, Any]] = []
         try:
-            return [_unwrap(answer) for answer in self._answers(timeout_seconds)]
-        except BaseException as error:
-            # Ranks that did not fail may wait for the one that did.
-            if self.world_size > 1 or isinstance(error, RuntimeError | TimeoutError):
+            answers = self._answers(timeout_seconds)
+            return [_unwrap(answer) for answer in answers]
+        except BaseException:
+            # Ranks that did not fail may wait for the one that did; an answer that comes later is not the next call's.
+            if self.world_size > 1 or not answers:
                 self._stop()
             raise
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -32,6 +34,30 @@ def exit_status_of_a_fork(layout: Any) -> int:
 
 def test_a_fork_renews_the_pool_of_threads_before_a_second_thread_can_ask_for_it(one_process: Ranks) -> None:
     assert one_process.run(exit_status_of_a_fork) == [1]
+
+
+class _EndOfTest(BaseException):
+    pass
+
+
+def answer_late(layout: Any) -> int:
+    time.sleep(1.0)
+    return 77
+
+
+def test_an_answer_that_comes_after_the_end_of_a_test_is_not_that_of_the_next_call() -> None:
+    def end(*_: object) -> None:
+        raise _EndOfTest
+
+    ranks = Ranks(1)
+    ranks.run(exit_status_of_a_fork)
+    before = signal.signal(signal.SIGUSR2, end)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    with pytest.raises(_EndOfTest):
+        ranks.run(answer_late)
+    signal.signal(signal.SIGUSR2, before)
+    assert ranks.run(exit_status_of_a_fork) == [1]
+    ranks.close()
 
 
 def wait_for_nobody(layout: Any) -> None:

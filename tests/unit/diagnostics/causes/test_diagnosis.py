@@ -326,7 +326,6 @@ def test_two_faults_of_which_one_is_of_the_weights_are_both_named(ground: Ground
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_fifty_sound_dumps_of_as_many_models_and_samplings_accuse_nothing(tmp_path: Path):
     samplings = (
         SamplingParams(temperature=1.0),

@@ -98,7 +98,6 @@ def test_one_of_each_cause_is_among_the_faults_that_are_not_slow() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.8, 1.0])
 def test_every_fault_in_every_share_is_named_or_unexplained(
@@ -113,7 +112,6 @@ def test_every_fault_in_every_share_is_named_or_unexplained(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_faults_of_models_and_rollouts_that_nobody_chose_are_named_or_unexplained(
     ground_of: Callable[..., Ground],
 ) -> None:
@@ -136,7 +134,6 @@ PAIRED = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_faults_in_two_parts_of_the_rollouts_are_both_named(ground_of: Callable[..., Ground], model: str) -> None:
     ground = ground_of(model, num_groups=10)
