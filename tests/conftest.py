@@ -45,13 +45,14 @@ FIRST = (*GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/c
 has a long group left when the others have ended."""
 
 
-LONG_SECONDS = 3600
-"""Time limit of slow tests. Their own deadlines count work; this one is for a test that hangs."""
+LONG_SECONDS = 7200
+"""Time limit of tests that `make test` leaves out. Their own deadlines count work; this one ends what hangs."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        markers = {marker.name for marker in item.iter_markers()}
+        if markers & {"slow", "distributed", "sglang"} and "timeout" not in markers:
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     if hasattr(config, "workerinput"):
         items.sort(

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from moerl_runs import ENVIRONMENT
-from waiting import eventually, run
+from waiting import eventually, run_within
 
 from moerl.processes.parent import die_with
 
@@ -146,7 +146,7 @@ class Cluster:
 
     def call(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
         """Runs a command and returns its stdout; `check` requires status 0."""
-        done = run(command, COMMAND_SECONDS, env=self.environment, cwd=cwd)
+        done = run_within(command, COMMAND_SECONDS, env=self.environment, cwd=cwd)
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_cluster import Cluster
-from waiting import run
+from waiting import run_within
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ["recipe=tiny", "rl.steps=4"]
@@ -69,7 +69,7 @@ def launch(
     site_file.write_text(site)
     limits = ("--time", "60", "--signal-seconds", "60", "--site", str(site_file))
     command = [sys.executable, "-m", "moerl", "launch", "slurm", place or f"run_dir='{run_dir}'", *limits, *arguments]
-    return run(command, 300, env=slurm.environment, cwd=run_dir.parent)
+    return run_within(command, 300, env=slurm.environment, cwd=run_dir.parent)
 
 
 def submit(slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE) -> Submitted:

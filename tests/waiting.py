@@ -57,7 +57,7 @@ def output_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]
                 raise subprocess.TimeoutExpired(error.cmd, seconds, error.output, error.stderr) from None
 
 
-def run(command: Sequence[str | Path], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_within(command: Sequence[str | Path], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command as `subprocess.run` does that captures text and checks nothing, for so many seconds of work."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **{**pipes, **options}) as process:

@@ -6,13 +6,14 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from factories import write_hf_config, write_hf_model
 from moerl_runs import Runs
+from waiting import run_within
 
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
 
@@ -292,15 +293,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_and_every_early_mistake_need_no_torch_and_each_mistake_is_named(folder: Path) -> None:
     before = files(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ONE_PROCESS],
-        input=json.dumps([*HELP, *EARLY]),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **NO_HUB},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **NO_HUB}
+    with TemporaryFile("w+") as asked:
+        json.dump([*HELP, *EARLY], asked)
+        asked.seek(0)
+        done = run_within([sys.executable, "-c", IN_ONE_PROCESS], 600, stdin=asked, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
     assert [line for line in HELP if ended[line] != [0, ""]] == []

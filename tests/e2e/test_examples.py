@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from example_commands import EXAMPLES, command_of
 from moerl_runs import Runs, rows
+from waiting import run_within
 
 ALIKE = ("agent", "chat_dataset", "distillation", "foreign_dump", "programs")
 """Their parts have tests of their own; CI runs the other examples."""
@@ -111,21 +112,13 @@ def test_every_example_has_a_page_of_at_most_a_page_and_a_row_in_the_table() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.parametrize("example", [name for name in FOLDERS if not name.startswith("slurm")])
 def test_an_example_does_as_written_what_its_page_says(example: str, tmp_path: Path) -> None:
     folder = tmp_path / example
     shutil.copytree(EXAMPLES / example, folder)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command_of(example)],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
+    words = ["bash", "-euo", "pipefail", "-c", command_of(example)]
+    done = run_within(words, LIMIT_SECONDS, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == OUTCOMES[example].status, done.stdout[-4000:] + done.stderr[-4000:]
     for name in ("sort", "chat_sums", "programs"):
         for summary in folder.glob(f"runs/{name}/summary.json"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import run_within
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
@@ -64,9 +64,7 @@ def watched(folder: Path, *command: str, **variables: str) -> Seen:
     }
     environment |= {"PYTHONPATH": f"{folder / 'hook'}:{ROOT}", "SEEN": str(folder / "seen"), **variables}
     environment |= {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
-    )
+    done = run_within([sys.executable, *command], 600, env=environment, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads(file.read_text()) for file in (folder / "seen").iterdir()]
     names = [next(each for each in one["program"][1:] if not each.startswith("-")) for one in seen]

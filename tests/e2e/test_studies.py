@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import run_within
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SHORT = ("sft.steps=60", "sft.num_examples=3840", "rl.prompts_per_step=8")
@@ -20,7 +20,7 @@ def study(name: str, *arguments: str, folder: Path) -> Any:
     result = folder / "study.json"
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), *SHORT, *arguments]
     kept = ["--runs", str(folder / "runs"), "--json", str(result)]
-    done = subprocess.run([*command, *kept], capture_output=True, text=True, check=False, timeout=900)
+    done = run_within([*command, *kept], 900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(result.read_text())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from browser import chromium, find_chromium
 from moerl_runs import ENVIRONMENT
-from waiting import eventually
+from waiting import eventually, run_within
 
 from moerl.launch.sweeps.manifest import read_manifest
 
@@ -25,7 +25,7 @@ SECONDS = 1500.0
 def moerl(*arguments: str) -> tuple[int, str]:
     """Exit status, and what was printed."""
     environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run([*MOERL, *arguments], capture_output=True, text=True, env=environment, timeout=SECONDS)
+    done = run_within([*MOERL, *arguments], SECONDS, env=environment)
     return done.returncode, done.stdout + done.stderr
 
 

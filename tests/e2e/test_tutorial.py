@@ -44,7 +44,6 @@ def as_script(block: Block) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_SECONDS + 60)
 def test_every_command_of_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(TUTORIAL.parents[1] / "examples")
     script = "set -euxo pipefail\n" + "".join(as_script(block) for block in blocks())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from moerl_runs import DoneRun, moerl
+from waiting import run_within
 
 ROOT = Path(__file__).parents[2]
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def pip(*arguments: str | Path, python: str | Path = sys.executable) -> None:
-    done = subprocess.run([python, *PIP, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    done = run_within([python, *PIP, *map(str, arguments)], 300)
     assert done.returncode == 0, done.stderr
 
 
@@ -63,7 +63,7 @@ def test_a_wheel_without_extras_plans_and_reads_and_says_what_else_needs_which(t
     [wheel] = tmp_path.glob("moerl-*.whl")
     venv, page = tmp_path / "venv", tmp_path / "page.html"
     python = venv / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
+    run_within([sys.executable, "-m", "venv", venv], 120).check_returncode()
     pip("install", wheel, python=python)
     assert not [*venv.glob("lib/python*/site-packages/torch")]
     for command in (

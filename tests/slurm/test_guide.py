@@ -13,7 +13,7 @@ import pytest
 from example_commands import EXAMPLES, command_of
 from slurm_cluster import Cluster
 from slurm_jobs import ROOT, Submitted
-from waiting import run
+from waiting import run_within
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
@@ -37,7 +37,7 @@ def shell_in(folder: Path, slurm: Cluster) -> Callable[[str], str]:
     environment = {**slurm.environment, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
     def shell(line: str) -> str:
-        done = run(["bash", "-euo", "pipefail", "-c", line], 300, cwd=folder, env=environment)
+        done = run_within(["bash", "-euo", "pipefail", "-c", line], 300, cwd=folder, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout
 

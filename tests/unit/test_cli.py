@@ -13,6 +13,7 @@ import pytest
 import yaml
 from factories import write_hf_config, write_hf_model
 from named_things import DIRECTORY_COMMANDS
+from waiting import run_within
 
 from moerl import cli
 from moerl.config.command_texts import TEXTS
@@ -30,9 +31,7 @@ ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights", "plan run"]
 
 def run_python(code: str, *arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run_within([sys.executable, "-c", code, *arguments], 120, cwd=cwd, env=environment)
 
 
 MAIN_WITHOUT_TORCH = """
@@ -334,7 +333,7 @@ def test_configs_are_found_inside_of_an_installed_package(tmp_path: Path):
 
 def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m moerl train --help | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = run_within(["bash", "-c", command], 60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("usage: moerl train")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from named_things import COMMAND_NAMES, ROOT
 from packaging.requirements import Requirement
+from waiting import run_within
 
 EVERY_COMMAND = '''
 import contextlib, io, json, sys, traceback
@@ -97,7 +97,7 @@ def run_all(hidden: tuple[str, ...], commands: list[str], folder: Path, *options
     """Runs commands in one process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     words = [sys.executable, "-W", "ignore", *options, "-c", EVERY_COMMAND, json.dumps([hidden, commands])]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run_within(words, 300, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -30,7 +30,23 @@ def compares_the_clock(file: Path) -> bool:
 
 def test_no_other_test_has_a_deadline_of_its_own() -> None:
     found = {str(file.relative_to(TESTS)) for file in TESTS.rglob("*.py") if compares_the_clock(file)}
-    assert found == set(OF_THE_CLOCK), "use `eventually`, `run` or `Work` of tests/waiting.py"
+    assert found == set(OF_THE_CLOCK), "use `eventually`, `run_within` or `Work` of tests/waiting.py"
+
+
+def has_seconds_of_the_clock(call: ast.Call) -> bool:
+    is_waited_for = ast.unparse(call.func).startswith("subprocess.") or ast.unparse(call.func).endswith(".communicate")
+    return is_waited_for and any(word.arg == "timeout" for word in call.keywords)
+
+
+def test_no_other_test_waits_for_a_program_by_the_clock() -> None:
+    found = {
+        f"{file.relative_to(TESTS)}:{node.lineno}"
+        for file in TESTS.rglob("*.py")
+        if "timeout=" in (text := file.read_text()) and file.name != "waiting.py"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and has_seconds_of_the_clock(node)
+    }
+    assert not found, "use `run_within` or `output_of` of tests/waiting.py"
 
 
 @pytest.mark.parametrize(("share", "looks"), [(1.0, 5), (0.25, 20)])
@@ -55,7 +71,7 @@ def test_a_share_is_a_whole_core_or_less() -> None:
 
 
 def test_a_command_is_run_to_its_end_or_killed() -> None:
-    done = waiting.run(["sh", "-c", "sleep 0.3; echo said; echo warned >&2; exit 3"], 60.0)
+    done = waiting.run_within(["sh", "-c", "sleep 0.3; echo said; echo warned >&2; exit 3"], 60.0)
     assert (done.returncode, done.stdout, done.stderr) == (3, "said\n", "warned\n")
     with pytest.raises(subprocess.TimeoutExpired):
-        waiting.run([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
+        waiting.run_within([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)

@@ -1,7 +1,6 @@
 """The worked example of docs/data_contract.md, and what construction promises."""
 
 import pickle
-import subprocess
 import sys
 from dataclasses import fields
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import SPEC, make_trajectory
+from waiting import run_within
 
 from moerl.contract.invariants import check_versions
 from moerl.contract.reasons import Reason
@@ -110,4 +110,4 @@ def test_the_contract_imports_without_torch_and_pyarrow():
         "import moerl.contract.disk\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_within([sys.executable, "-c", code], 60).check_returncode()

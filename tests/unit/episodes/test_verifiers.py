@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import string
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from chat_streams import END_TEXT, QUESTION, hermes, played, says, texts
 from library_pythons import ROOT, python_with
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import run_within
 
 from moerl.contract.episodes import AgentEndpoint, Session, in_thread
 from moerl.episodes.play import PlayedEpisode
@@ -32,9 +32,7 @@ async def verifiers(endpoint: AgentEndpoint, *words: str) -> dict[str, Any]:
     command = [python_with("verifiers"), str(ROOT / "tests" / "verifiers_agent.py"), *words]
     environment = {**os.environ, **endpoint.environment, "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
     environment.pop("PYTHONPATH", None)
-    done = await in_thread(
-        lambda: subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    )
+    done = await in_thread(lambda: run_within(command, 500, env=environment))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import eventually
+from waiting import eventually, output_of
 
 from moerl import cli
 from moerl.config.load import dump_config, load_config
@@ -73,7 +73,7 @@ def says_it_trains(process: Process) -> bool:
 
 
 def finish(process: Process) -> int:
-    process.communicate(timeout=60)
+    output_of(process, 60)
     return process.returncode
 
 

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from waiting import run_within
 
 from moerl.machine.server_environment import server_environment
 from moerl.machine.torch_start import TF32, before_cuda, before_torch, has_tf32, uncollected
@@ -90,9 +91,7 @@ def programs() -> set[str]:
 def test_every_program_imports_torch_after_it_has_begun_or_never() -> None:
     assert programs() == WITH_TORCH | WITHOUT_TORCH | WITH_TRANSFORMERS_ALONE
     names = sorted(WITH_TORCH | WITHOUT_TORCH)
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_within([sys.executable, "-c", IMPORT_ALL, *names], 300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
@@ -100,9 +99,7 @@ def test_the_modules_of_the_controller_are_imported_without_torch() -> None:
     folder = ROOT / "moerl" / "orchestration"
     names = {f"moerl.orchestration.{file.stem}" for file in folder.glob("*.py")} - WITH_TRANSFORMERS_ALONE
     assert {"moerl.orchestration.rl", "moerl.orchestration.commands"} <= names
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *sorted(names)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_within([sys.executable, "-c", IMPORT_ALL, *sorted(names)], 300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
+from waiting import run_within
 
 from moerl.config.compose import CONFIGS
 from moerl.tasks.calculator import CalculatorTaskConfig
@@ -112,9 +112,7 @@ def test_a_new_task_is_one_module_and_its_values(tmp_path: Path):
     (tmp_path / "parity.py").write_text(PARITY)
     (tmp_path / "configs" / "task").mkdir(parents=True)
     (tmp_path / "configs" / "task" / "parity.yaml").write_text("name: parity\nlargest: 100\n")
-    said = subprocess.run(
-        [sys.executable, "-c", USE, tmp_path, tmp_path / "configs"], capture_output=True, text=True, timeout=300
-    )
+    said = run_within([sys.executable, "-c", USE, tmp_path, tmp_path / "configs"], 300)
     assert said.stderr == ""
     first, refused = said.stdout.splitlines()
     assert first == "1: even or odd?  Largest number."

@@ -16,6 +16,7 @@ import pytest
 import tiny_moe
 from faults import finish_checkpoints
 from ranks import Ranks
+from waiting import run_within
 
 from moerl.errors import CheckpointError, ending
 from moerl.trainer.checkpoint import checkpoint_names
@@ -275,12 +276,7 @@ def test_on_a_full_disk_the_checkpoint_before_stays_whole(untied: Path, tmp_path
         tests=str(Path(__file__).parents[2]), model=str(untied), disk=str(disk), names=NAMES[1:4]
     )
     script = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" -W ignore -c "$3"'
-    finished = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, "sh", str(disk), sys.executable, code],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    finished = run_within(["unshare", "-rm", "sh", "-c", script, "sh", str(disk), sys.executable, code], 200)
     assert finished.returncode == 0, finished.stderr
     refused, failed = finished.stdout.splitlines()
     assert refused.startswith(f"the disk is too full for the checkpoint {NAMES[2]}; ")

@@ -161,7 +161,6 @@ SAMPLINGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 def test_a_hundred_sound_dumps_accuse_nothing_and_are_in_order(tmp_path: Path) -> None:
     times: list[float] = []
     for seed in range(100):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from factories import SPEC
 from foreign_dumps import make_dumped, open_dump, same, write_lines, write_skyrl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import run_within
 
 from moerl.contract.fields import KeptSets
 from moerl.contract.trajectory import SamplingParams
@@ -136,7 +136,7 @@ def test_a_large_dump_has_several_row_groups(tmp_path: Path, monkeypatch: pytest
 def convert(tmp_path: Path, source: str) -> Path:
     script, target = tmp_path / "converter.py", tmp_path / "converted.jsonl"
     script.write_text(CONVERTER.read_text())
-    subprocess.run([sys.executable, "-I", script, tmp_path / source, target], check=True, timeout=60)
+    run_within([sys.executable, "-I", script, tmp_path / source, target], 60).check_returncode()
     return target
 
 

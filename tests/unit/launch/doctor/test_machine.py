@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import run_within
 
 from moerl.launch.doctor.machine import (
     GIB,
@@ -94,7 +95,7 @@ assert list(disk.iterdir()) == []
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" -W ignore -c "$3" "$1"'
     words = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, ON_A_SMALL_DISK]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = run_within(words, 120)
     assert done.returncode == 0, done.stderr
     room, disk = json.loads(done.stdout)
     assert (room["level"], disk["level"]) == ("red", "red")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from waiting import eventually, is_alive
+from waiting import eventually, is_alive, run_within
 
 from moerl.config.compose import split_sweep
 from moerl.diagnostics.summary import SUMMARY_FILE
@@ -203,5 +202,5 @@ os.kill(os.getpid(), 9)
 def test_runs_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert "time.sleep" in WAITING
     log = tmp_path / "log"
-    subprocess.run([sys.executable, "-c", STARTER, str(log), WAITING], timeout=120, check=False)
+    run_within([sys.executable, "-c", STARTER, str(log), WAITING], 120)
     eventually(lambda: not is_alive(int(log.read_text())))
