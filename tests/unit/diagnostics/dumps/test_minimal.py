@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from factories import SPEC
 from foreign_dumps import make_dumped, open_dump, same, write_lines, write_skyrl
@@ -129,6 +130,7 @@ def test_a_large_dump_has_several_row_groups(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("moerl.diagnostics.dumps.minimal._GROUP_VALUES", 100)
     rollouts = [make_dumped(np.random.default_rng(index), name=str(index)) for index in range(5)]
     write_minimal(tmp_path / "dump.parquet", rollouts)
+    assert pq.ParquetFile(tmp_path / "dump.parquet").num_row_groups > 1
     for left, right in zip(open_dump(tmp_path / "dump.parquet").rollouts, rollouts, strict=True):
         same(left, right)
 
