@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from waiting import Work
+from waiting import Work, status_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0
@@ -155,6 +155,6 @@ def chromium(profile: Path, options: Sequence[str] = ()) -> Iterator[Page]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        process.wait(30)
+        status_of(process, 30.0)
         os.close(to_write)
         os.close(from_read)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from waiting import eventually
+from waiting import eventually, status_of
 
 SCRIPT_SECONDS = 60.0
 
@@ -141,7 +141,7 @@ class StandIns:
     def run(self, script: Path, variables: Mapping[str, str]) -> tuple[int, str]:
         """Runs a job's script to its end; returns its status and its output."""
         with self._shell(script, variables) as shell:
-            status = shell.wait(SCRIPT_SECONDS)
+            status = status_of(shell, SCRIPT_SECONDS)
         return status, self._output.read_text()
 
     def stop(self, script: Path, variables: Mapping[str, str]) -> int:
@@ -150,7 +150,7 @@ class StandIns:
         with self._shell(script, variables) as shell:
             eventually((self.folder / "seen" / "started").exists)
             shell.send_signal(signal.SIGUSR1)
-            return shell.wait(SCRIPT_SECONDS)
+            return status_of(shell, SCRIPT_SECONDS)
 
     @property
     def _output(self) -> Path:
@@ -174,7 +174,7 @@ class StandIns:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
-            shell.wait(SCRIPT_SECONDS)
+            status_of(shell, SCRIPT_SECONDS)
 
     def seen(self, command: str) -> dict[str, str]:
         """Returns the variables of a command of the image."""

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 import pytest
+from waiting import status_of
 
 from moerl.processes.parent import die_with
 
@@ -55,7 +56,7 @@ class NodesOfRay:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(60)
+            status_of(self._process, 60.0)
         finally:
             # Its raylets die with it.
             self._process.kill()

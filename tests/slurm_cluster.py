@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from moerl_runs import ENVIRONMENT
-from waiting import eventually, run_within
+from waiting import eventually, run_within, status_of
 
 from moerl.processes.parent import die_with
 
@@ -269,7 +269,7 @@ def _kill(pid: int) -> None:
 def _end(daemon: subprocess.Popen[bytes]) -> None:
     daemon.terminate()
     try:
-        daemon.wait(20)
-    except subprocess.TimeoutExpired:
+        status_of(daemon, 20.0)
+    except AssertionError:
         daemon.kill()
         daemon.wait()

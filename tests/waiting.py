@@ -41,6 +41,12 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def status_of(process: subprocess.Popen[Any], seconds: float) -> int:
+    """Returns the exit status of a process once it has ended; the test fails if it does not within so much work."""
+    eventually(lambda: process.poll() is not None, seconds)
+    return process.wait()
+
+
 def output_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
     """Returns what a process has printed, once it has ended.
 

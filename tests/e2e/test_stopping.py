@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from moerl_runs import ENVIRONMENT, DoneRun, Fault, Runs, Sums, rows
 from run_checks import assert_close, assert_the_same, processes_of
-from waiting import eventually
+from waiting import eventually, status_of
 
 STEP_OF_THE_COLD_START = "moerl.orchestration.sft:_step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
@@ -131,7 +131,7 @@ def test_two_ranks_agree_on_where_they_stop_and_nobody_else_gets_the_run_directo
         assert second.status == 2, second.output
         assert f"process {launcher.pid} on host" in second.output
         launcher.send_signal(signal.SIGUSR1)
-        assert launcher.wait(120) == 75, output.read_text()
+        assert status_of(launcher, 120.0) == 75, output.read_text()
     finally:
         launcher.kill()
         launcher.wait()

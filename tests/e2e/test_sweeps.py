@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from browser import chromium, find_chromium
 from moerl_runs import ENVIRONMENT
-from waiting import eventually, run_within
+from waiting import eventually, run_within, status_of
 
 from moerl.launch.sweeps.manifest import read_manifest
 
@@ -80,7 +80,7 @@ def test_a_sweep_that_is_told_to_stop_ends_its_runs_and_goes_on(tmp_path: Path) 
     metrics = folder / "000_seed-1" / "metrics.jsonl"
     eventually(lambda: metrics.exists() and '"rl"' in metrics.read_text(), SECONDS)
     sweep.send_signal(signal.SIGTERM)
-    assert sweep.wait(SECONDS) == 75, (tmp_path / "output").read_text()
+    assert status_of(sweep, SECONDS) == 75, (tmp_path / "output").read_text()
     assert states(folder) == {"000_seed-1": "stopped", "001_seed-2": "waiting"}
     assert not (folder / "000_seed-1" / "summary.json").exists()
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import status_of
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 STAND_INS = {"make demo": "moerl train recipe=tiny run_dir=runs/demo-stand-in"}
 """Stand-ins for commands that take minutes or need the checkout."""
 
-LIMIT_SECONDS = 1500
+LIMIT_SECONDS = 1500.0
 _BLOCK = re.compile(r"(?:^<!-- (?P<note>[^>]*) -->\n)?^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -60,7 +61,7 @@ def test_every_command_of_the_tutorial_runs_as_written(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            status = process.wait(LIMIT_SECONDS)
+            status = status_of(process, LIMIT_SECONDS)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

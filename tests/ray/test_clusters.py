@@ -17,7 +17,7 @@ from moerl_runs import ENVIRONMENT, rows, summary
 from process_tree import family, tell_all
 from ray_cluster import NodesOfRay
 from run_checks import rank_processes
-from waiting import eventually, is_alive
+from waiting import eventually, is_alive, status_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -65,7 +65,7 @@ def until_it_learns(run: subprocess.Popen[str], run_dir: Path) -> dict[int, int]
 
 
 def check_ended(run: subprocess.Popen[str], ranks: Mapping[int, int]) -> None:
-    run.wait(LONG)
+    status_of(run, LONG)
     eventually(lambda: not any(is_alive(pid) for pid in ranks.values()), seconds=60.0)
 
 
@@ -83,8 +83,8 @@ def test_actors_on_two_nodes_learn_the_digits_of_local_processes(
     cluster: NodesOfRay, tmp_path: Path, keys: tuple[str, ...]
 ):
     local, remote = tmp_path / "local", tmp_path / "remote"
-    assert train(local, *keys).wait(LONG) == 0, output_of(local)
-    assert train(remote, *keys, *on(cluster), variables=cluster.variables).wait(LONG) == 0, output_of(remote)
+    assert status_of(train(local, *keys), LONG) == 0, output_of(local)
+    assert status_of(train(remote, *keys, *on(cluster), variables=cluster.variables), LONG) == 0, output_of(remote)
     assert rows(remote) == rows(local)
     assert summary(remote) == summary(local)
 
@@ -129,7 +129,7 @@ def test_a_cluster_of_the_run_ends_with_a_controller_that_is_killed(tmp_path: Pa
 def test_a_client_without_the_token_is_refused(cluster: NodesOfRay, tmp_path: Path):
     wrong = {**cluster.variables, "RAY_AUTH_TOKEN": "0" * 64}
     run = train(tmp_path / "run", *on(cluster), variables=wrong)
-    assert run.wait(LONG) != 0
+    assert status_of(run, LONG) != 0
     assert "no way into the Ray cluster" in output_of(tmp_path / "run")
     assert "token" in output_of(tmp_path / "run")
 
@@ -140,7 +140,7 @@ def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         keys = ("launch.on=ray", f"launch.address='{address}'")
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-        assert train(tmp_path / "run", *keys, variables=variables).wait(LONG) == 2
+        assert status_of(train(tmp_path / "run", *keys, variables=variables), LONG) == 2
     assert f"launch.address: no way into the Ray cluster at {address}" in output_of(tmp_path / "run")
 
 
@@ -161,7 +161,7 @@ def test_stop_signals_to_all_processes_of_a_run_and_of_its_own_cluster_are_the_c
         until_it_learns(run, run_dir)
         pids = family(run.pid)
         tell_all(pids, [signal.SIGTERM])
-        assert run.wait(LONG) == 75, output_of(run_dir)
+        assert status_of(run, LONG) == 75, output_of(run_dir)
     assert "go on from the last checkpoint" in output_of(run_dir)
     # Two ranks and their actors, Ray's own processes.
     assert len(pids) >= 8

@@ -17,7 +17,7 @@ from moerl_runs import moerl
 from ray_cluster import NodesOfRay, raylet_of
 from run_checks import processes_of, rank_processes
 from sglang_live import ENVIRONMENT
-from waiting import eventually
+from waiting import eventually, status_of
 
 from moerl.contract.disk import read_parquet
 from moerl.errors import EngineError
@@ -92,7 +92,7 @@ def test_a_server_is_with_its_rank_also_as_it_is_replaced_and_samples_what_one_m
         eventually(lambda: run.poll() is not None or server_of(run_dir, 1) not in (0, servers[1]), LONG)
         assert raylet_of(server_of(run_dir, 1)) == nodes[1]
         said = tmp_path / "run.out"
-        assert run.wait(LONG) == 0, said.read_text()
+        assert status_of(run, LONG) == 0, said.read_text()
         assert "is lost, taking another" in said.read_text()
         eventually(lambda: processes_of(run_dir) == [], 60.0)
     steps = [row for row in read_rows(run_dir / "metrics.jsonl") if row["stage"] == "rl"]

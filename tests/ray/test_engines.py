@@ -16,7 +16,7 @@ import pytest
 from moerl_runs import ENVIRONMENT, rows, summary
 from ray_cluster import NodesOfRay, raylet_of
 from run_checks import processes_at, rank_processes
-from waiting import eventually, is_alive
+from waiting import eventually, is_alive, status_of
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 
@@ -58,7 +58,7 @@ def training(
 
 def trained(run_dir: Path, *keys: str, variables: Mapping[str, str] | None = None) -> None:
     with training(*KEYS, f"run_dir='{run_dir}'", *keys, run_dir=run_dir, variables=variables) as run:
-        assert run.wait(LONG) == 0, output_of(run_dir)
+        assert status_of(run, LONG) == 0, output_of(run_dir)
 
 
 def engine_of(run_dir: Path) -> int:
@@ -85,7 +85,7 @@ def test_an_engine_on_another_node_than_the_ranks_samples_what_one_here_does(tmp
         words = [*KEYS, f"run_dir='{remote}'", *on(cluster)]
         with training(*words, run_dir=remote, variables=cluster.variables) as run:
             engine, _ = until_it_learns(run, remote, cluster)
-            assert run.wait(LONG) == 0, output_of(remote)
+            assert status_of(run, LONG) == 0, output_of(remote)
         eventually(lambda: not is_alive(engine), seconds=60.0)
     assert rows(remote) == rows(local)
     assert summary(remote) == summary(local)
@@ -114,12 +114,12 @@ def test_a_run_that_loses_an_engine_elsewhere_or_its_ranks_says_so_and_goes_on(t
                 cluster.remove_node()
             else:
                 os.kill(engine if loss == "process" else rank_processes(run_dir)[0], signal.SIGKILL)
-            assert run.wait(LONG) not in (0, None)
+            assert status_of(run, LONG) not in (0, None)
         eventually(lambda: not any(is_alive(pid) for pid in (engine, *ranks)), seconds=60.0)
     assert re.search(LOSSES[loss], output_of(run_dir))
 
     with training(f"resume={run_dir}", "launch.on=local", "launch.address=null", run_dir=run_dir) as run:
-        assert run.wait(LONG) == 0, output_of(run_dir)
+        assert status_of(run, LONG) == 0, output_of(run_dir)
     ledger = Ledger.restored(json.loads((run_dir / LEDGER_FILE).read_text()))
     assert not ledger.pending
     assert [row["step"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, 13))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from moerl_runs import ENVIRONMENT, Sums, rows, summary
 from ray_cluster import NodesOfRay
-from waiting import eventually
+from waiting import eventually, status_of
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 
@@ -106,7 +106,7 @@ def training(
 
 def trained(sums: Sums, run_dir: Path, *keys: str, variables: Mapping[str, str] | None = None) -> None:
     with training(sums, run_dir, *keys, variables=variables) as run:
-        assert run.wait(LONG) == 0, output_of(run_dir)
+        assert status_of(run, LONG) == 0, output_of(run_dir)
 
 
 def nodes_of(sums: Sums) -> set[str]:
@@ -145,7 +145,7 @@ def test_a_run_goes_on_where_a_node_with_reward_processes_is_lost(sums: Sums) ->
         eventually(lambda: run.poll() is not None or len(nodes_of(sums)) == 2, seconds=LONG)
         assert run.poll() is None, output_of(run_dir)
         cluster.remove_node()
-        assert run.wait(LONG) == 0, output_of(run_dir)
+        assert status_of(run, LONG) == 0, output_of(run_dir)
     ledger = Ledger.restored(json.loads((run_dir / LEDGER_FILE).read_text()))
     assert not ledger.quarantined
     assert not ledger.pending

@@ -18,7 +18,7 @@ from moerl_runs import rows
 from ray_cluster import NodesOfRay, raylet_of
 from run_checks import processes_of, rank_processes
 from sglang_live import ENVIRONMENT
-from waiting import eventually
+from waiting import eventually, status_of
 
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.rollout.fleet.endpoint import read_endpoint
@@ -86,7 +86,7 @@ def test_nobody_else_reaches_a_run_that_goes_on_where_a_node_with_a_server_is_lo
         [lost, *_] = of_servers - {of_rank}
         os.kill(lost, signal.SIGKILL)
         said = tmp_path / "run.out"
-        assert run.wait(LONG) == 0, said.read_text()
+        assert status_of(run, LONG) == 0, said.read_text()
         assert "is lost, taking another" in said.read_text()
         eventually(lambda: processes_of(run_dir) == [], 60.0)
     assert [row["step"] for row in rows(run_dir) if row["stage"] == "rl"] == [*range(1, STEPS + 1)]
@@ -101,7 +101,7 @@ def test_a_run_ends_at_once_where_the_node_of_its_rank_is_lost_and_its_servers_w
     with NodesOfRay(1, 4) as cluster, training(run_dir, cluster, "rl.steps=200") as run:
         of_rank, _ = nodes_of(run_dir)
         os.kill(of_rank, signal.SIGKILL)
-        assert run.wait(LONG) == 1
+        assert status_of(run, LONG) == 1
         said = text_of(tmp_path / "run.out")
         assert "error: rank 0 of the trainer was lost" in said
         assert said.endswith(f"moerl train resume={run_dir}\n")

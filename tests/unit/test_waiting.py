@@ -38,6 +38,41 @@ def has_seconds_of_the_clock(call: ast.Call) -> bool:
     return is_waited_for and any(word.arg == "timeout" for word in call.keywords)
 
 
+def programs_of(tree: ast.AST) -> set[str]:
+    """Names of programs that a file starts or is given."""
+    named: list[tuple[ast.AST | None, ast.AST | None]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[name], value=made) | ast.withitem(context_expr=made, optional_vars=name):
+                named.append((name, made.func if isinstance(made, ast.Call) else None))
+            case ast.arg(arg=word, annotation=kind):
+                named.append((ast.Name(word), kind))
+            case _:
+                pass
+    return {ast.unparse(name) for name, kind in named if name and kind and "Popen" in ast.unparse(kind)}
+
+
+def test_no_test_waits_so_many_seconds_for_the_end_of_a_program() -> None:
+    files = {file: ast.parse(file.read_text()) for file in TESTS.rglob("*.py")}
+    found = {
+        f"{file.relative_to(TESTS)}:{node.lineno}"
+        for file, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
+        if (node.args or node.keywords) and ast.unparse(node.func.value) in programs_of(tree)
+    }
+    assert not found, "use `status_of` of tests/waiting.py"
+
+
+def test_a_program_that_does_not_end_fails_its_test() -> None:
+    with subprocess.Popen(["sh", "-c", "exit 3"]) as process:
+        assert waiting.status_of(process, 60.0) == 3
+    with subprocess.Popen(["sleep", "600"]) as process:
+        with pytest.raises(AssertionError, match="gave up waiting"):
+            waiting.status_of(process, 0.1)
+        process.kill()
+
+
 def test_no_other_test_waits_for_a_program_by_the_clock() -> None:
     found = {
         f"{file.relative_to(TESTS)}:{node.lineno}"

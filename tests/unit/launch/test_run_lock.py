@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import eventually, output_of
+from waiting import eventually, output_of, status_of
 
 from moerl import cli
 from moerl.config.load import dump_config, load_config
@@ -103,7 +103,7 @@ def test_who_comes_second_is_refused_with_pid_and_host_until_the_first_is_killed
         assert error.startswith("error: run_dir: another run is using it")
         assert f"process {first.pid} on host {socket.gethostname()}" in error
     first.send_signal(signal.SIGKILL)
-    first.wait(30)
+    status_of(first, 30.0)
     assert json.loads((run / LOCK_FILE).read_text())["pid"] == first.pid
     second = start(started, "train", f"resume={run}")
     assert says_it_trains(second)
@@ -143,7 +143,7 @@ with run_lock(Path({str(tmp_path / "run")!r})) as lock:
     eventually((tmp_path / "ready").exists)
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
-    process.wait(30)
+    status_of(process, 30.0)
     yield process.pid, int(child)
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(child), signal.SIGKILL)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import eventually, is_alive
+from waiting import eventually, is_alive, status_of
 
 from moerl.config.load import load_config
 from moerl.config.ranks import RankConfig
@@ -180,5 +180,5 @@ def test_ranks_die_with_a_controller_that_is_killed(folder: Path):
     )
     eventually((folder / "ready").exists, seconds=120)
     controller.send_signal(signal.SIGKILL)
-    controller.wait(30)
+    status_of(controller, 30.0)
     # The fixture waits until they are gone.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import status_of
 
 from moerl.launch.doctor.servers import (
     Listener,
@@ -136,7 +137,7 @@ def listener(host: str, namespace: str) -> Iterator[tuple[int, int]]:
             yield process.pid, int(process.stdout.readline())
         finally:
             process.stdin.close()
-            process.wait(60)
+            status_of(process, 60.0)
 
 
 def can_unshare() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from scored_process import ScoredProcess
-from waiting import eventually, is_alive
+from waiting import eventually, is_alive, status_of
 
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.rewards import child
@@ -135,7 +135,7 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
     popen = started._process
     assert popen.stdin is not None
     popen.stdin.close()
-    assert popen.wait(timeout=60) == 0
+    assert status_of(popen, 60.0) == 0
 
 
 @pytest.mark.parametrize(
