@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import CancelledError, Future
 from typing import Any
+
+_NAME, _END_SECONDS = "in_thread", 5.0
+"""Name of threads that the end of the process waits for; seconds in all."""
 
 
 class LoopThread:
@@ -81,18 +84,28 @@ class LoopThread:
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
     `asyncio.to_thread`, a call that hangs neither takes the place of others nor keeps the process from its end."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            finish = partial(result.set_result, call())
-        except Exception as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
-            finish = partial(result.set_exception, error)
-        except BaseException as error:  # noqa: BLE001 - nor may it end the loop
-            finish = partial(result.set_exception, RuntimeError(repr(error)))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: None if result.done() else finish())
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
+            ends_more = isinstance(error, CancelledError) or not isinstance(error, Exception)
+            result.set_exception(RuntimeError(repr(error)) if ends_more else error)
 
-    threading.Thread(target=run, name="in_thread", daemon=True).start()
-    return await result
+    run_beside(run)
+    return await asyncio.wrap_future(result)
+
+
+def run_beside(work: Callable[[], object]) -> None:
+    """Runs code that may hang, in a daemon thread. The end of the process waits a little for it: a thread that comes
+    back from C++ to an interpreter that has ended aborts the process, whatever its exit status was to be."""
+    threading.Thread(target=work, name=_NAME, daemon=True).start()
+
+
+@atexit.register
+def _wait_for_them() -> None:
+    until = time.monotonic() + _END_SECONDS
+    for thread in [each for each in threading.enumerate() if each.name == _NAME]:
+        thread.join(max(0.0, until - time.monotonic()))

@@ -350,11 +350,6 @@ def check_metrics(metrics: Mapping[str, object]) -> None:
             raise ValueError(f"metric {name!r} is {value!r}; expected a finite number, or no entry for no value")
 
 
-def deterministic_part(row: Mapping[str, object]) -> dict[str, object]:
-    """Returns a row without the metrics that differ between equal runs (times, memory)."""
-    return {name: value for name, value in row.items() if name not in METRICS or METRICS[name].deterministic}
-
-
 def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Turns a mismatch table, by scorer and then metric, into metrics of one row: ``mismatch/<scorer>/<figure>``."""
     return {

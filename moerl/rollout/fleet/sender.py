@@ -243,7 +243,6 @@ class Sender:
         channels = [self._forget(key) for key in list(self._channels)]
         for group in self._groups.values():
             group.leave()
-        self._groups = {}
         await asyncio.gather(*(_leave(channel) for channel in channels), *self._leaving)
 
     def _open(self, targets: Iterable[Target]) -> None:

@@ -66,14 +66,12 @@ class Broadcast:
         """
         failed: dict[str, WeightSyncError] = {}
         # A gathered bucket lies so already; a copy takes long, and others may wait for this event loop.
-        flat = flat_view(bucket)
-        if flat is None:
+        if (flat := flat_view(bucket)) is None:
             flat = await asyncio.to_thread(flattened, bucket)
         left, is_sent = dict(receivers), False
         while left and not is_sent:
             problems = await self._form(left, number)
-            if self._group is not None:
-                group = self._group
+            if (group := self._group) is not None:
                 takes = [receiver.take(bucket, number) for receiver in left.values()]
                 outcomes = await self._side_by_side([group.push(flat), *takes])
                 out, is_sent = to_blame(outcomes, group.owner)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
     _world,  # pyright: ignore[reportPrivateUsage]
 )
 
-from moerl.processes.loop_thread import in_thread
+from moerl.processes.loop_thread import in_thread, run_beside
 from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 
 _POLL_SECONDS = 5e-4
@@ -137,7 +137,7 @@ class SenderGroup:
         group, self._group = self._group, None
         if group is not None:
             # With NCCL, what is under way never ends: not to be waited for.
-            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+            run_beside(partial(dist.destroy_process_group, group))
 
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:

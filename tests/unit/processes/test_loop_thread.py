@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import sys
 import threading
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
+from waiting import run_within
 
-from moerl.processes.loop_thread import LoopThread
+from moerl.processes.loop_thread import LoopThread, in_thread
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -124,3 +127,64 @@ def test_no_other_module_begins_work_in_a_loop_of_another_thread():
         if "run_coroutine_threadsafe" in path.read_text()
     }
     assert users == {"moerl/processes/loop_thread.py"}
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(ValueError("seen"), ValueError), (CancelledError("seen"), RuntimeError), (SystemExit("seen"), RuntimeError)],
+)
+def test_an_error_of_a_thread_neither_ends_nor_cancels_who_waits_for_it(
+    raised: BaseException, seen: type[Exception]
+) -> None:
+    def fails() -> None:
+        raise raised
+
+    with pytest.raises(seen, match="seen"):
+        asyncio.run(in_thread(fails))
+
+
+LEAVES = """
+from datetime import timedelta
+import torch.distributed as dist
+from moerl.processes.loop_thread import run_beside
+
+run_beside(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.3)))
+raise SystemExit(75)
+"""
+"""The wait of a store is C++ without the interpreter, as the end of a process group is."""
+
+
+def test_a_thread_that_comes_back_from_cpp_at_the_end_leaves_the_exit_status_as_it_is() -> None:
+    ended = run_within([sys.executable, "-c", LEAVES], 120.0, cwd=ROOT)
+    assert ended.returncode == 75, ended.stderr
+
+
+HANGS = """
+import time
+from moerl.processes.loop_thread import run_beside
+
+run_beside(lambda: time.sleep(3600))
+"""
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process_from_its_end() -> None:
+    assert run_within([sys.executable, "-c", HANGS], 120.0, cwd=ROOT).returncode == 0
+
+
+def foreign_targets(file: Path) -> list[int]:
+    """Lines with daemon threads that call what the file does not define."""
+    tree = ast.parse(file.read_text())
+    ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Thread")
+        if any(word.arg == "daemon" for word in node.keywords)
+        if not {ast.unparse(word.value).removeprefix("self.") for word in node.keywords if word.arg == "target"} & ours
+    ]
+
+
+def test_daemon_threads_of_others_code_are_waited_for_at_the_end() -> None:
+    found = {file.name: lines for file in (ROOT / "moerl").rglob("*.py") if (lines := foreign_targets(file))}
+    assert list(found) == ["loop_thread.py"], "use run_beside"
+    assert len(found["loop_thread.py"]) == 1
