@@ -150,10 +150,11 @@ def moerl(
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of a run, as far as they must be the same again."""
-    from moerl.telemetry.metrics import deterministic_part
+    from moerl.telemetry.metrics import METRICS
     from moerl.telemetry.sinks import read_rows
 
-    return [deterministic_part(row) for row in read_rows(run_dir / "metrics.jsonl")]
+    changing = {name for name, metric in METRICS.items() if not metric.deterministic}
+    return [{name: row[name] for name in row if name not in changing} for row in read_rows(run_dir / "metrics.jsonl")]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
