@@ -91,7 +91,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
         try:
             result.set_result(call())
         except BaseException as error:  # noqa: BLE001 - the thread boundary: raised to whoever waits
-            ends_more = isinstance(error, CancelledError) or not isinstance(error, Exception)
+            ends_more = isinstance(error, (CancelledError, StopIteration)) or not isinstance(error, Exception)
             result.set_exception(RuntimeError(repr(error)) if ends_more else error)
 
     run_beside(run)

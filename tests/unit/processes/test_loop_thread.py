@@ -131,7 +131,12 @@ def test_no_other_module_begins_work_in_a_loop_of_another_thread():
 
 @pytest.mark.parametrize(
     ("raised", "seen"),
-    [(ValueError("seen"), ValueError), (CancelledError("seen"), RuntimeError), (SystemExit("seen"), RuntimeError)],
+    [
+        (ValueError("seen"), ValueError),
+        (CancelledError("seen"), RuntimeError),
+        (StopIteration("seen"), RuntimeError),
+        (SystemExit("seen"), RuntimeError),
+    ],
 )
 def test_an_error_of_a_thread_neither_ends_nor_cancels_who_waits_for_it(
     raised: BaseException, seen: type[Exception]
@@ -140,7 +145,7 @@ def test_an_error_of_a_thread_neither_ends_nor_cancels_who_waits_for_it(
         raise raised
 
     with pytest.raises(seen, match="seen"):
-        asyncio.run(in_thread(fails))
+        asyncio.run(asyncio.wait_for(in_thread(fails), 60.0))
 
 
 LEAVES = """
