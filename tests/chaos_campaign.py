@@ -9,8 +9,8 @@ the midst of a record of its journal, or a folder read-only; after its end its j
 that ended is resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were
 finished are trained as they were, nothing is left running, and where the order is fixed the model is that of an
 undisturbed run. A run of which all processes were told to stop has ended with status 75; one that the disk refused
-something has shown no traceback. Exit status 1 where one of these does not hold; the runs of that variant are kept. How
-far a run is at a given moment depends on the machine.
+something has shown no traceback of ours. Exit status 1 where one of these does not hold; the runs of that variant are
+kept. How far a run is at a given moment depends on the machine.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -92,9 +93,14 @@ class Life:
         is_early = status == -signal.SIGTERM and not said
         if {*self.done} - {*harmless} == {TOLD} and self.done.count(TOLD) == 1 and status not in (0, 75):
             problems += [] if is_early else [f"ended with {status} after {self.done}: {said[-1500:]}"]
-        if any(map(is_refusal, self.done)) and "Traceback (most recent call last)" in said:
+        if any(map(is_refusal, self.done)) and shows_our_traceback(said):
             problems.append(f"shows a traceback after {self.done}: {said[-3000:]}")
         return problems
+
+
+def shows_our_traceback(said: str) -> bool:
+    """Agents print theirs on the same output, and an error quotes the end of a server's log: those do not count."""
+    return re.search(r'^ *File "[^"]*/moerl/[^"]*\.py", line', said, re.MULTILINE) is not None
 
 
 def is_refusal(kind: str) -> bool:
