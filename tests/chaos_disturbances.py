@@ -100,7 +100,7 @@ class Life:
 
 def shows_our_traceback(said: str) -> bool:
     """Agents print theirs on the same output, and an error quotes the end of a server's log: those do not count."""
-    return re.search(r'^ *File "[^"]*/moerl/[^"]*\.py", line', said, re.MULTILINE) is not None
+    return re.search(r'File "[^"]*/moerl/[^"]*\.py", line', said) is not None
 
 
 def is_refusal(kind: str) -> bool:

@@ -17,6 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
     ("program", "is_ours"),
     [
         ("from moerl.telemetry.metrics import check_metrics; check_metrics({'unknown': 1.0})", True),
+        (
+            "import asyncio; from moerl.telemetry.metrics import check_metrics\n"
+            "async def main():\n"
+            "    async with asyncio.TaskGroup() as group:\n"
+            "        group.create_task(asyncio.to_thread(check_metrics, {'unknown': 1.0}))\n"
+            "asyncio.run(main())",
+            True,
+        ),
         ("raise ValueError('of an agent')", False),
         ("import json; json.loads('{')", False),
     ],

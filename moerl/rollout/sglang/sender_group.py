@@ -136,7 +136,7 @@ class SenderGroup:
         """Gives the group up; receivers are not told."""
         group, self._group = self._group, None
         if group is not None:
-            # With NCCL, what is under way never ends: not to be waited for.
+            # With NCCL, what is under way never ends: nobody waits here.
             run_beside(partial(dist.destroy_process_group, group))
 
     def _wait(self, works: Sequence[Any]) -> None:
