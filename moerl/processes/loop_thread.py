@@ -83,7 +83,7 @@ class LoopThread:
 
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
-    `asyncio.to_thread`, a call that hangs does not take the place of others; for the end of the process see `run_beside`."""
+    `asyncio.to_thread`, a call that hangs takes the place of no other; for the end of the process see `run_beside`."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 
@@ -99,7 +99,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Runs code that may hang, in a daemon thread. The end of the process waits for it, 5 s at most: a thread that comes
+    """Runs code that may hang, in a daemon thread. The process waits for it at its end, 5 s at most: a thread that comes
     back from C++ to an interpreter that has ended aborts the process, whatever its exit status was to be."""
     threading.Thread(target=work, name=_NAME, daemon=True).start()
 
