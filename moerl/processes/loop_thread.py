@@ -99,7 +99,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Runs code that may hang, in a daemon thread. The process waits for it at its end, 5 s at most: a thread that comes
+    """Runs code that may hang, in a daemon thread. The process waits for it at its end, for 5 s: a thread that comes
     back from C++ to an interpreter that has ended aborts the process, whatever its exit status was to be."""
     threading.Thread(target=work, name=_NAME, daemon=True).start()
 
