@@ -66,7 +66,7 @@ def as_config_error(error: MoerlError, what: str) -> ConfigError:
 
 
 class ContractError(MoerlError):
-    """Breach of the data contract by a trajectory or frame; the record is quarantined, never repaired.
+    """Breach of the data contract by a trajectory, frame, file or batch. Nothing is repaired; refused records are kept.
 
     Args:
         reason: stable reason code, for example ``expert_id_out_of_range``.
@@ -104,7 +104,7 @@ class SessionOverError(EpisodeError):
 
 
 class ReplayError(MoerlError):
-    """Failed proof of Keep Routing for a step; the optimizer update was not applied."""
+    """Keep Routing that cannot be enforced, or that was not proved; no optimizer update was applied."""
 
 
 class UnprovedError(ReplayError):

@@ -3,7 +3,7 @@
 ``scripts/gpu_check.sh --bundle FOLDER --wheel WHEEL [--have NAME ...]``. Runs on a machine with an index, after
 `make setup`, with the other machine's Python version and system. Writes FOLDER/site.tar.xz, one folder of packages:
 
-- what moerl and megatron-bridge depend on, copied from this environment, in the locked versions;
+- megatron-bridge and what moerl depends on, copied from this environment, in the locked versions;
 - the packages of requirements/gpu.lock: Transformer Engine and its kernels, of which those of sm_90 (H100, H200) are
   kept, and what checks compare with;
 - WHEEL: the part of Transformer Engine that is built against the torch of the other machine (docs/gpu_check.md).
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def closure(have: Collection[str]) -> list[str]:
-    """Names of the packages that `ROOTS` depend on, sorted, without moerl itself and those of the other machine.
+    """Names of `ROOTS` and of what moerl depends on, sorted, without moerl itself and those of the other machine.
 
     Dependencies of megatron-bridge are not followed: it declares packages that it does without (`bridge.in`).
 

@@ -1,5 +1,5 @@
 """Reinforcement-learning algorithms as pure functions on tensors.
 
-Runs in trainer processes; knows neither models nor process groups. Shape legend of the package: T = tokens
-(rows of a packed microbatch), B = rollouts of a batch.
+Losses run in trainer processes, advantages and facts of batches in the controller. Shape legend of the package: T =
+tokens (rows of a packed microbatch), B = rollouts of a batch.
 """

@@ -19,8 +19,9 @@ class ClipCov(GroupPolicy):
     """Cui et al. 2025, arXiv:2505.22617. PPO's clipped surrogate, and 0 for `cov_share` of the tokens of a batch, drawn
     among those with `cov_low < cov < cov_high`.
 
-    cov: `moerl.algorithms.covariance`. Each of these tokens is left out by a draw of its own, which is the same in
-    every layout, with the probability that gives the share on average; all are, if there are fewer than that. Published
+    cov: `moerl.algorithms.covariance`. Each of these tokens that is not clipped is left out by a draw of its own, which
+    is the same in every layout, with the probability that gives the share on average if none is clipped; all are, if
+    there are fewer than that. Published
     with 0.0002, 1 and 5.
     """
 

@@ -1,5 +1,5 @@
-"""Covariance of log-prob and advantage: how far each token moves the entropy. Runs in trainer processes; the batch
-means also in the controller.
+"""Covariance of log-prob and advantage: how far each token moves the entropy. Means of batches are computed in
+the controller, rows in trainer processes.
 
 Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv:2505.22617): the
 entropy falls with the covariance of log-probs and advantages, to which a few tokens add nearly all. Here with the

@@ -56,7 +56,7 @@ class GroupPolicy(Algorithm):
     )
     proximal: Literal["pass", "interpolated"] = Field(
         description="Log-probs of the weights that a batch met, once it has been updated on: pass = computed before the"
-        " first update; interpolated = between the sampler's and the trainer's, by version, without a pass."
+        " first update; interpolated = between the sampler's and the trainer's, by updates since, without a pass."
     )
     importance: Literal["token", "sequence", "geometric", "off"] = Field(
         description="Weight between sampler and trainer: of each token, the product over its response, the geometric"

@@ -1,8 +1,8 @@
 """Importance weights that correct for the rollout engine sampling from another policy than the trainer's.
 
-Runs in trainer processes. Engine and trainer differ in numerics and, with asynchronous rollouts, in version. All
-compare the weights that the batch met with the engine, `proximal_logprobs - rollout_logprobs`, inside the support each
-token was drawn from, and have no gradient.
+Runs in trainer processes. Engine and trainer differ in numerics and, with asynchronous rollouts, in version. All but
+`on_policy_enough` compare the weights that the batch met with the engine, `proximal_logprobs - rollout_logprobs`,
+inside the support each token was drawn from; none has a gradient.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Losses per token, their KL terms, and their reduction to the number that is differentiated. Runs in trainer
-processes, once per microbatch.
+processes, once per microbatch; metrics of the controller use two of the functions.
 
 The KL penalty is exact (`moerl.kernels`: a sum over the kept set or over the full vocabulary). `k3_estimate` serves
 metrics, for which only the log-probs of the sampled tokens are at hand.
@@ -19,7 +19,7 @@ from moerl.contract.reasons import Reason
 from moerl.errors import ConfigError, ContractError
 
 _HEADROOM = 0.8
-"""Share of the largest exponent that is used: products and sums of such ratios stay finite."""
+"""Share of the largest exponent that is used: sums of such ratios, and products with numbers up to 5e7, stay finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class TokenLosses:
     loss_T: Tensor
     """float32, differentiable; 0 on untrained tokens."""
     clipped_T: Tensor
-    """bool; True if clipping cut the token's gradient."""
+    """bool; True if clipping cut the token's gradient, or its weight (CISPO)."""
 
 
 def log_ratio(rows: PolicyRows) -> Tensor:

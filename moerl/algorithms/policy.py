@@ -1,6 +1,6 @@
 """The interface between the trainer and the algorithms: what an algorithm gets, and what it gives back.
 
-The trainer calls `Algorithm.compute_loss` once per microbatch and knows nothing else of an algorithm; the
+Ranks call `Algorithm.compute_loss` once per microbatch, and else read an algorithm's properties alone; the
 controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
 rank holds, B = rollouts of a batch, N = sampled tokens of a batch, in `Sequences` the sequences of a microbatch.
 """
@@ -114,7 +114,7 @@ class PolicyLoss:
     losses_T: Tensor | None = None
     """float32; loss of each token before any denominator."""
     clipped_T: Tensor | None = None
-    """bool; True if the gradient of the token was cut."""
+    """bool; True if the token's gradient was cut, or its weight (CISPO)."""
     weights_T: Tensor | None = None
     """float32; correction of each token, 0 on tokens that are left out."""
 

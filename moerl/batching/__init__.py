@@ -1,2 +1,2 @@
 """From trajectories to training batches: order of the data, packing, division among ranks. Runs in the
-controller."""
+controller and in offline commands."""

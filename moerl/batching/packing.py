@@ -1,5 +1,5 @@
-"""Packs samples into microbatches under a token budget. Torch-free; runs in the controller or on a trainer
-rank.
+"""Packs samples into microbatches under a token budget. Torch-free; runs in the controller and in offline
+commands.
 
 A token counts once it is an input: a sample of S tokens has S - 1 rows. Every function here is deterministic.
 """

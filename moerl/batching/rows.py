@@ -1,7 +1,8 @@
 """Input rows of one sequence, in the layout of `moerl.contract.batch.Microbatch`, and the microbatch of several.
 
 Everything that describes the token after a row is shifted here, once: row t holds input token t and what belongs to
-target token t + 1. Pad rows are added here and nowhere else. Pure numpy; runs in the controller.
+target token t + 1. Pad rows are added here and nowhere else. Pure numpy; runs in the controller
+and in offline commands.
 """
 
 from __future__ import annotations

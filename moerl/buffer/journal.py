@@ -174,7 +174,7 @@ class Journal:
                 del self._numbers[path]
 
     def clear(self) -> None:
-        """Removes all segments, when a run starts over."""
+        """Removes all segments: a run starts over, or its last checkpoint is on disk."""
         self.close()
         for path in self._folder.glob("*.journal"):
             with writing(path):

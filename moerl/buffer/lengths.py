@@ -1,7 +1,7 @@
-"""Lengths of responses that were sampled against lengths of those that were trained.
+"""Lengths of responses that were admitted against lengths of those that were trained.
 
-Whatever leaves responses out (filters, quarantine) may prefer short ones or long ones, and the policy learns that
-preference. Pure; runs in the controller.
+Whatever leaves admitted responses out (filters, `rl.keep`, age) may prefer short ones or long ones, and the policy
+learns that preference. Pure; runs in the controller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lengths:
         self._has_warned = False
 
     def offer(self, number: int, lengths: Iterable[int]) -> None:
-        """Adds the lengths of the sampled responses of a group, whatever becomes of them. number: the group's."""
+        """Adds the lengths of the admitted responses of a group, trained later or not. number: the group's."""
         self._offered.extend((number, length) for length in lengths)
 
     def train(self, lengths: Iterable[int]) -> None:

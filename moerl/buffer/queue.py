@@ -186,7 +186,7 @@ class GroupQueue:
         return taken
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Frees the slots of these groups, a batch: engines hold the weights that its training produced."""
+        """Frees the slots of these groups, of one batch or several: engines hold the weights trained on them."""
         for number in numbers:
             self._move(number, GroupState.TAKEN, GroupState.RELEASED)
             self._num_held -= 1

@@ -1,4 +1,4 @@
-"""Rules between configuration fields, checked before anything starts. Pure functions, any process.
+"""Rules between configuration fields, checked before anything starts. Any process.
 
 `check_run` holds for every `RunConfig`; `check_command` adds what one command needs, files included. Each rule
 names the dotted path, the value seen, the value expected and the remedy.

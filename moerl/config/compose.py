@@ -1,6 +1,6 @@
 """Composition of values from the YAML groups, recipes and overrides: plain data, which `moerl.config.load` validates.
 
-The only module that knows Hydra and OmegaConf. Torch-free; runs in the command line and in every rank.
+The only module that knows Hydra and OmegaConf. Torch-free; runs in the command line.
 """
 
 from __future__ import annotations

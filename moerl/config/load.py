@@ -1,6 +1,6 @@
 """The configuration of a command, loaded: composed (`moerl.config.compose`), validated once, checked.
 
-Torch-free. Runs in the command line, before anything else starts.
+Torch-free. Runs in the command line, before anything else starts; a run that goes on reads the one before, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys that may change when a run goes on, and why others may not. Torch-free; the command line and every rank.
+"""Keys that may change when a run goes on, and why others may not. Torch-free; controller.
 
 A key may change if it decides how long a run is, how it is watched and kept, or how fast it works: other parallel
 sizes, microbatches, threads and servers change the weights by rounding alone.

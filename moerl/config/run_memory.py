@@ -111,7 +111,7 @@ def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
 
 
 def _engine_gpu(config: RunConfig, sizes: ModelDescription, gpu_bytes: float) -> list[MemoryPlace]:
-    """Returns the GPU that the first rank and the embedded engine share; none if the engine is on no GPU of a rank."""
+    """Returns the GPU of the embedded engine, which the first rank shares if one trains; none if it is on no GPU."""
     holdings = [Holding(f"engine: {name}", size) for name, size in _engine_bytes(config, sizes).items()]
     if not holdings:
         return []

@@ -318,8 +318,8 @@ class LaunchConfig(Section):
     """Placement of the trainer's ranks."""
 
     on: Literal["local", "ray"] = Field(
-        description="local = on this machine: one rank in the process of the run, several as its child processes; ray ="
-        " as actors of a Ray cluster, on any number of machines (an extra to install)."
+        description="local = on this machine: one rank in the run's process if buffer.max_staleness is 0, else child"
+        " processes; ray = as actors of a Ray cluster, on any number of machines (an extra to install)."
     )
     address: Annotated[str, Field(pattern=ADDRESS)] | None = Field(
         description="HOST:PORT of a Ray cluster that runs, with the run started on one of its nodes; null = one on this"
@@ -333,7 +333,7 @@ class RunConfig(Section):
     command: Literal["train", "sft", "rollout", "eval"] = Field(description="Command of the run; set by moerl itself.")
     recipe: str = Field(description="Recipe the run started from.")
     seed: CountOrZero = Field(description="Seed of weights, prompts and sampling.")
-    run_dir: FilePath = Field(description="Directory of the run; null = runs/<recipe>-seed<seed>-<time>.")
+    run_dir: FilePath = Field(description="Directory of the run; null = a new one below runs/, named by the recipe.")
     num_threads: Threads = Field(description="CPU threads of the whole run; results depend on it.")
     model: ModelConfig = Field(description="The model.")
     parallel: ParallelConfig = Field(description="Parallel sizes.")

@@ -1,4 +1,4 @@
-"""Training batches: what the buffer hands to the trainer.
+"""Training batches: what `moerl.batching` packs for the trainer.
 
 Shape legend: T = packed input rows of a microbatch, N = sequences in it, L, K as in trajectory.py. Row t of every
 per-row array belongs to input token t, and `target_ids`, `rollout_logprobs`, `kept` and the masks of row t describe the

@@ -2,7 +2,7 @@
 
 Most commands stand for the method of `Trainer` of the same name. A frame (`moerl.contract.batch_wire`) may follow a
 command. Arrays travel as bytes with dtype and shape, which are compared before anything is built. An error of a rank is
-raised again in the controller, with the rank's name.
+raised again in the controller, with the rank's number (a `ReplayError` as the rank raised it).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         )
 
     def error(self, rank: int, command: str) -> MoerlError:
-        """Returns the same error, which names the rank."""
+        """Returns the same error with the rank in it; a `ReplayError` as it is, an unknown class as `TrainerError`."""
         seen = f"rank {rank}: {self.seen}" if self.seen is not None else f"rank {rank}"
         expected, remedy = self.expected, self.remedy
         known = {each.__name__: each for each in (MoerlError, UnprovedError, *MoerlError.__subclasses__())}

@@ -48,7 +48,7 @@ class Conversation:
                 "episode: the prompt has no messages",
                 seen=f"the text of {prompt.prompt_id}",
                 expected="messages, which a chat template has written",
-                remedy="set task.text_as=user (of task=guess: chat)",
+                remedy="set task.text_as=user (of guess, reasoning_gym and games: chat)",
             )
         return cls(session, prompt.chat, prompt.text)
 

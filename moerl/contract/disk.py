@@ -62,7 +62,7 @@ MAX_DUMP_BYTES = 64 << 30
 """Largest dump that is read, as a file and decoded."""
 
 _MAX_GROUP_VALUES = 1 << 28
-"""Expert ids of a row group; Arrow lists count their values in 31 bits."""
+"""Values of the longest column of a row group; Arrow lists count theirs in 31 bits."""
 
 # A number takes what its type takes, however often a dictionary repeats it; a text takes any multiple of its pages.
 # Encodings and types as `parquet.thrift` numbers them.

@@ -142,15 +142,15 @@ class Session(Protocol):
         ...
 
     def serve(self, prompt: Prompt, ignored: Collection[str] = ()) -> AbstractAsyncContextManager[AgentEndpoint]:
-        """Lets agents that speak OpenAI's chat completions go on with this session, and open others in its episode,
+        """Lets agents that speak HTTP go on with this session, and open others in its episode,
         as long as the context lasts ([docs](docs/episodes.md#agents-that-speak-http)).
 
         Args:
-            prompt: of the session, made of messages.
+            prompt: of the session; without messages only token ids are answered.
             ignored: fields of requests to leave aside that would be refused otherwise, such as `temperature`.
 
         Raises:
-            EpisodeError: the prompt has no messages, or the session has sampled.
+            EpisodeError: the session has sampled or observed.
         """
         ...
 

@@ -141,7 +141,7 @@ class Trainer(Protocol):
     """A policy and its optimizer on any number of ranks, wherever they run.
 
     Minibatches are handed over with `load` and named by their number from then on. An error of a rank is raised in the
-    controller, and names the rank if there are several.
+    controller, and names the rank if there are several (`moerl.contract.commands` has exceptions).
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The wire codec: trajectories as one frame of msgpack, from engine hosts to the trainer.
+"""The wire codec: trajectories as one frame of msgpack, from an engine's process to the controller, and in the journal.
 
 Decoding is strict: unknown, missing and repeated fields, too many values, wrong types, wrong lengths, another model or
 fingerprint and anything the invariants refuse raise `ContractError`. Typed structs and `moerl.contract.documents` bound

@@ -67,8 +67,8 @@ class Announcer:
 
 
 def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    """Returns an alert if there are rows without captured routing, and more than in the rows before: more than twice
-    their median if all rows of a window had some."""
+    """Returns an alert if there are rows without captured routing; if all metrics of a window had some, only if one of
+    the last two has more than twice their median."""
     values = _values(rows, "routing/live_rows")
     if not values or values[-1] == 0.0:
         return None

@@ -1,5 +1,5 @@
 """Sums over the rollouts of a dump, taken one rollout at a time: routing by layer, position and turn, gaps by kind of
-token. Memory does not grow with the dump but for two numbers a token. Torch-free.
+token. Memory grows with the dump by a number a sampled token, a few sums a rollout and a sample of margins. Torch-free.
 
 Shape legend: R = rows of a rollout, L = MoE layers, E = experts, K = experts per token, W = 64-bit words for E bits.
 """
@@ -41,7 +41,7 @@ def expert_bits(ids: NDArray[np.integer], num_experts: int) -> NDArray[np.uint64
 
 @dataclass(slots=True)
 class _Sum:
-    """A mean of tokens by rollout, for a bootstrap: rollout, sum, count."""
+    """A mean over tokens, for a bootstrap: sum and count of each rollout. Rows of routing, and those that differ."""
 
     parts: list[tuple[float, int]] = field(default_factory=list)
     rows: int = 0
@@ -105,7 +105,8 @@ class Tallies:
         """Adds one rollout.
 
         Args:
-            own_ids: [S - 1, L, K], the choice of the model's routers; None without a model.
+            own_ids: [S - 1, L, K], the choice of the model's routers, without a model that of the dumped trainer; None
+                if neither is known.
             d_T: of the sampled tokens, nats; None if nothing scored them. margins: [S - 1, L].
 
         Returns:

@@ -119,7 +119,7 @@ class ChatRequest(SamplingFields):
     """True if the log-prob of each sampled token is asked for."""
     return_token_ids: bool = False
     """True if ids of prompt and answer are asked for."""
-    # Fields that change no token.
+    # Fields that change no token; `stop` ends an answer.
     user: Any = None
     """Label."""
     metadata: Any = None

@@ -27,7 +27,7 @@ from moerl.http.server import JsonReply, JsonServer, refusal
 async def open_door(
     server: JsonServer, session: TokenSession, prompt: Prompt, ignored: Collection[str]
 ) -> AsyncIterator[AgentEndpoint]:
-    """Opens a door to a session as long as the context lasts. Arguments and errors as in `Session.serve`."""
+    """Opens a door to a session as long as the context lasts; arguments and errors are those of `Session.serve`."""
     if session.token_ids != list(session.request.prompt_ids):
         raise used_beside(len(session.token_ids), len(session.request.prompt_ids))
     chat = None if prompt.chat is None else ChatDoor(session, Conversation.of(prompt, session), ignored)

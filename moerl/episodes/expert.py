@@ -137,7 +137,7 @@ def play_expert(
         seed: the expert's draws depend on it.
 
     Raises:
-        ConfigError: an episode fails, or none of its turns is whole; the error names the prompt.
+        ConfigError: an episode raises a `MoerlError`, or none of its turns is whole; the error names the prompt.
     """
 
     async def played(prompt: Prompt) -> list[ExpertSession]:

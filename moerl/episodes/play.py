@@ -56,7 +56,7 @@ class PlayedEpisode:
     """An episode that has ended."""
 
     rollout_id: str
-    """Id of the episode."""
+    """Id of the episode; of an answer that was not requested its own, or empty."""
     records: tuple[RolloutRecord, ...] = ()
     """One record per session in which something was sampled, with its rewards; with an error, the answer that broke
     the contract, if one did, and the sessions without rewards."""
@@ -77,7 +77,7 @@ def play(
     turn_seconds: float,
     limits: EpisodeConfig = NO_LIMITS,
 ) -> Generator[PlayedEpisode]:
-    """Yields every episode once, in the order in which they end.
+    """Yields every episode once, in the order in which they end; an answer that was not requested as a refused one.
 
     Args:
         stream: of the engine; closed at the end.

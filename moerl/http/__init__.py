@@ -1,1 +1,1 @@
-"""HTTP: the one reader of answers, and keys. `scripts/check_http.py` finds any other."""
+"""HTTP: the one reader of answers, WebSockets, a server on loopback, and keys. `scripts/check_http.py` finds others."""

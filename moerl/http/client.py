@@ -155,7 +155,8 @@ class HttpClient:
         """Yields the answer to one attempt.
 
         Args:
-            seconds: from sending the request to the last byte of its answer; None if the caller sets the limit.
+            seconds: from the call to the last byte of the answer, with the wait for a connection; None if the caller
+                sets the limit.
 
         Raises:
             NoAnswerError: There is no answer, or it does not end in time.
@@ -247,7 +248,7 @@ class BlockingClient:
 
         Args:
             max_bytes: the longest answer that can be one.
-            seconds: from sending the request to the last byte of its answer.
+            seconds: from the call to the last byte of the answer, with the wait for a connection.
 
         Raises:
             NoAnswerError: There is no answer, it is too long, or it does not end in time.

@@ -4,9 +4,9 @@
 
 with bits_rc an element's bytes as a signed integer and m an odd constant; a vector is one column, dimensions behind the
 first are columns. Factors are odd, so a single changed element always changes the sum; elements that are swapped or
-moved change it because their factors differ, those of a transposed matrix, too. The sum is additive: whatever parts a
-matrix is cut into, their checksums add up to the checksum of the whole; zeros behind its last row or column add
-nothing. It is not meant to resist an adversary.
+moved change it because their factors differ, those of a transposed matrix, too. The sum is additive: checksums of parts
+whose rows and columns are numbered as in the whole add up to that of the whole (here each tensor begins at 0); zeros
+behind its last row or column add nothing. It is not meant to resist an adversary.
 """
 
 from __future__ import annotations

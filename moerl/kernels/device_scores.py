@@ -25,7 +25,7 @@ class DeviceScores(torch.autograd.Function):
     """Log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows; log-probs and
     entropies over the full vocabulary [R].
 
-    One function for all, so that the head gets one dense gradient, written once.
+    One function for all, so that the head gets one dense gradient: that of sets is written, others are added.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Sums over the full vocabulary in slabs of columns, from hidden states and head.
 
 Runs in trainer processes. The forward pass keeps running maxima and sums per row; the backward pass computes each slab
-of logits again. Slabs are the outer loop, so each row of the head's gradient is summed over all rows in float32 and
+of logits again. Slabs are the outer loop, so each row of the head's gradient is summed over these rows in float32 and
 rounded once, and extra memory is a few slabs (`slab_columns`) and a few numbers per row, however large T x V.
 
 On a GPU (`moerl.kernels.slabs_triton`) a slab is a product and one kernel forward, and a product, one kernel and two

@@ -30,7 +30,7 @@ def exponential(x: Any) -> Any:
     x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
 
     Compiled code of other modules contains this function, and Numba compiles a module anew only if its own file has
-    changed: after a change here, remove the `*.nbi` files next to the source.
+    changed: after a change here, remove the `*.nbi` files in `__pycache__` of the modules that call it.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x

@@ -93,7 +93,7 @@ def kl_kept(kept_logprobs_N: Tensor, reference_kept_logprobs_N: Tensor, kept: Ke
         kept: the sets.
 
     Returns:
-        float32 [T], 0 on rows that list nothing.
+        [T], dtype of the log-probs, 0 on rows that list nothing.
     """
     difference_N = kept_logprobs_N - reference_kept_logprobs_N.detach()
     return segment_sum(kept_logprobs_N.exp() * difference_N, kept.rows, kept.num_rows)

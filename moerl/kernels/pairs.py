@@ -8,9 +8,9 @@ the pairs it owns by id once; the number of its pairs then decides how an id is 
 - *common* ids, listed by at least one row in `DENSE_ADVANTAGE`, as columns of a matrix product with all rows, in
   slabs. A set that lists everything thereby becomes the dense pass, in bounded memory.
 
-Deterministic: every sum has one writer and a fixed order. Sums are float32 (float64 for float64 inputs); the
-gradient of the head is rounded once. Shape legend: `moerl/kernels/__init__.py`; P = the listed pairs that this rank
-owns, sorted by id, U = its distinct ids.
+Deterministic: every sum has one writer and a fixed order. Sums are float32 (float64 for float64 inputs); the gradient
+of the head is rounded once here. Shape legend: `moerl/kernels/__init__.py`; P = the listed pairs that this rank owns,
+sorted by id, U = its distinct ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SortedPairs:
     counts_U: NDArray[np.int64]
     """Pairs of each id."""
     num_listed: int
-    """N, of all ranks."""
+    """Listed ids that positions count, of all ranks: all N, or those of selected rows."""
 
     @classmethod
     def of(cls, rows_N: NDArray[np.int64], ids_N: NDArray[np.int64], shard: VocabShard) -> SortedPairs:
@@ -130,7 +130,7 @@ class Pairs:
     common: Segments
     """Pairs of ids that at least one row in `DENSE_ADVANTAGE` lists."""
     num_listed: int
-    """N, of all ranks."""
+    """Listed ids that positions count, of all ranks: all N, or those of selected rows."""
 
 
 def plan_pairs(sorted_pairs: SortedPairs, num_rows: int) -> Pairs:

@@ -44,7 +44,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds `a @ b` to `out`, which has the dtype of sums, in one kernel on a GPU."""
+    """Adds `a @ b` to `out`, which has the dtype of sums, in one kernel for half precision on a GPU."""
     if a.is_cuda and a.dtype in _HALF:
         # The only one of torch's products that add to float32 from half precision that is the same since 2.11.
         with _float32_sums():

@@ -1,4 +1,4 @@
-"""Sums over routing maps as Triton kernels, one for each router call. Runs in trainer processes on GPUs.
+"""Sums over routing maps and choices as Triton kernels, one launch each. Runs in trainer processes on GPUs.
 
 Sums of integers are added with atomics, which give the same digits in every order. Statistics are not integers: a fixed
 number of programs walks over the rows, each with sums of its own. Shape legend: `moerl/kernels/routing.py`.

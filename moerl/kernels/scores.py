@@ -1,10 +1,10 @@
 """Scores of sampled tokens from hidden states and head; logits of the full vocabulary are never held.
 
 Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Forward and backward are
-deterministic. Communication of `score_kept`: one all-reduce of a number per listed id, and of three per row that is
-scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states). The inputs of a pass
-are planned on the host (`moerl.kernels.plan`); on a GPU a pass launches a few kernels and waits for none.
-Shape legend: `moerl/kernels/__init__.py`.
+deterministic. Communication of `score_kept`: one all-reduce of a number per listed id, and three of four in all per row
+that is scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states). The inputs of
+a pass are planned on the host (`moerl.kernels.plan`); on a GPU a pass launches a few kernels and waits for none. Shape
+legend: `moerl/kernels/__init__.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeptScores:
     kept_logprobs_N: Tensor
     """Log-prob of every listed id within its set (for `kl_kept`)."""
     full: FullScores | None = None
-    """Scores over the full vocabulary, of the rows of `Rows.full_T`; None unless the plan has them."""
+    """Scores over the full vocabulary, of rows of `Rows.full_T` and open ones; None unless the plan has `full_T`."""
 
 
 def score_kept(inputs: HeadInputs, plan: ScorePlan) -> KeptScores:

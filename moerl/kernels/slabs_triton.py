@@ -1,7 +1,7 @@
 """Triton kernels over a slab of logits: sums per row, and gradients of the logits. Runs in trainer processes on GPUs.
 
-Each row of a slab has one program, so that a slab is read once forward and once backward, and results have the same
-bits every time. Microbatches differ in their rows: a kernel is compiled anew only for columns that 16 does not divide,
+Each row of a slab has one program, which reads it twice forward and once backward, so that results have the same bits
+every time. Microbatches differ in their rows: a kernel is compiled anew only for columns that 16 does not divide,
 which the last slab can have. Shape legend: `moerl/kernels/__init__.py`.
 """
 

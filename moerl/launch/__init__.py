@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Commands around runs: checks before a start, plans, jobs of SLURM, sweeps, status, reports."""

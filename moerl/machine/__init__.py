@@ -1,1 +1,1 @@
-"""The machine of a run: its memory, devices' links, signals and model files. Knows no configuration."""
+"""The machine of a run: its memory, layouts, network interfaces, signals and model files. Knows no configuration."""

@@ -46,7 +46,7 @@ class Models:
     """Scorers of the named checkpoints. Plans on which device weights are kept, and shows the plan.
 
     Args:
-        checkpoints: checkpoints to score with, newest first, each with the description of its model.
+        checkpoints: checkpoints to score with, each with the description of its model; rounding is that of the first.
         backend: library that computes log-probs: hf = transformers, trainer = Megatron.
         dtype: dtype of weights and arithmetic, as the trainer names it.
         longest: tokens of the longest rollout.

@@ -212,7 +212,8 @@ def _nucleus(logprobs_NV: Tensor, targets_N1: Tensor, top_p: float) -> Tensor:
 
 
 def _passes(rollouts: Sequence[DumpedRollout]) -> Iterator[list[int]]:
-    """Yields the indices of rollouts of each pass: of about the same length, at most `PASS_ROWS` rows with pads."""
+    """Yields the indices of rollouts of each pass: of about the same length, at most `PASS_ROWS` rows with pads, or a
+    longer one alone."""
     together: list[int] = []
     for index in sorted(range(len(rollouts)), key=lambda i: len(rollouts[i])):
         if together and (len(together) + 1) * (len(rollouts[index]) - 1) > PASS_ROWS:

@@ -101,7 +101,7 @@ def select_version(trajectories: Sequence[Trajectory], version: int | None) -> l
             "--version: no trajectory was sampled by this policy version alone",
             seen=wanted,
             expected=f"one of {_listed(found)}",
-            remedy="name the version of the model; the dump of step S holds rollouts of version S - 1",
+            remedy="name the version of the model; unless a run samples ahead, the dump of step S holds version S - 1",
         )
     print(f"policy version {wanted}, taken to be that of the model")
     if len(chosen) < len(trajectories):

@@ -1,7 +1,7 @@
 """`moerl diagnose`: dumps of any known system, scored again, and the causes of differing log-probs, as a report.
 
-Runs in one process. The causes are searched in a sample of the rollouts, spread evenly over the dumps; without a model
-all rollouts are compared that have log-probs of both policies.
+Runs in one process, but for chat templates. The causes are searched in a sample of the rollouts, spread evenly over the
+dumps; without a model all rollouts are compared that have log-probs of both policies.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TrainableDump:
 
 
 class DumpSource:
-    """A source of groups that reads `rollout.path`. Used from one thread.
+    """A source of groups that reads `rollout.path`. Used from one thread, but for `upcoming`.
 
     A group that is filtered, or of which no rollout is admitted, is not replaced: its batch is smaller.
 

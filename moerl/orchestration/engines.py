@@ -34,8 +34,8 @@ MakeProcess = Callable[[Path], EngineProcess]
 @contextmanager
 def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess]:
     """Yields a `process` for `open_engine`. The process of an embedded engine with `placement` beside is started at
-    once: it imports its libraries while the caller does something else. It is ended with the context if no engine used
-    it."""
+    once, but not on Ray: it imports its libraries while the caller does something else. It is ended with the context if
+    no engine used it."""
     rollout = config.rollout
     if not isinstance(rollout, EmbeddedRolloutConfig) or rollout.placement != "beside" or config.launch.on == "ray":
         yield process

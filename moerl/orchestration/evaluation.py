@@ -35,7 +35,7 @@ class Evaluation:
     num_problems: int
     """Greedy responses that were admitted, one a problem."""
     accuracy: float
-    """Share of the greedy responses that solve their problem; NaN if the task has no reward `accuracy`."""
+    """Share of the greedy responses that solve their problem: mean of `accuracy_of`."""
     length_mean: float
     """Mean of sampled tokens per greedy response."""
     rewards: dict[str, float]

@@ -64,7 +64,7 @@ class GroupSource:
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished, self._batch = dict[int, _Waiting](), dict[int, _Waiting]()
         self._held, self._awaits_engines = list[int](), False
-        # Locked while any of the above is read or changed: with staleness, threads collect.
+        # Locked while what threads may change is read or changed: with staleness, they collect.
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed, self._asked_version = False, -1

@@ -1,7 +1,7 @@
 """Messages between the controller and its child processes over stream sockets: two lengths, a message, and a frame or
 nothing.
 
-The controller serves many ranks at once and never blocks: `Outbox` and `Inbox`. A rank waits: `send` and `receive`.
+The controller serves many ranks at once and never blocks: `Outbox` and `Inbox`. Others wait: `send` and `receive`.
 """
 
 from __future__ import annotations

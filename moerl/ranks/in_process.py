@@ -1,4 +1,4 @@
-"""One rank in the controller's own process: no command or bucket is encoded, and a debugger sees everything."""
+"""One rank in the controller's own process: no command is encoded, nor a bucket for an engine that is there, too."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Weight updates of a run's engine, led by the controller: begin, publish, end. Runs in the controller.
 
-    main thread       `begin_update` of the engine; `Publish` to all ranks; waits for their replies
+    main thread       has the update begun; `Publish` to all ranks; waits for their replies
     weight-updates    calls the engine, one call after the other: begin, end, verify, or abandon
     ranks             push buckets to the engine's receivers, and return the checksums of the tensors that they sent
 
 The main thread waits for each call of the engine, `weights.step_seconds` at most, and for the replies,
-`trainer.command_seconds` at most. An engine in a process of its own ends an update while the ranks are in their next
-step; then the loop waits for it, before it samples with the new weights. If ranks or the engine fail, the update is
-abandoned and the engine keeps the version it had, unless its error says otherwise.
+`trainer.command_seconds` at most. An embedded engine in a process of its own ends an update while ranks in other
+processes are in their next step; then the loop waits for it, before it samples with the new weights. If ranks or the
+engine fail, the update is abandoned and the engine keeps the version it had, unless its error says otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The embedded rollout engine: a transformers model that samples with continuous batching.
 
-Runs inside the process that asks for rollouts; needs no server. It owns the model, its key-value cache and the
+Runs in the controller or a process of its own; needs no server. It owns the model, its key-value cache and the
 schedule: waiting prompts are prefilled together into free slots, all running rows then decode one token per step,
 finished rows leave at once. Every token's routing comes from the model's own routers, and its kept set from the
 sampler's own final weights. Shape legend: n = running rows, m = rows of a prefill, P = padded prompt length,
@@ -138,7 +138,7 @@ class EmbeddedEngine:
 
         Args:
             take: returns new requests, checked (`moerl.rollout.requests`). It may wait if its argument is True: nothing
-                is left to sample. It may update weights and abort rollouts.
+                is left to sample. It may update weights and abort rollouts. None ends it, and gives up running rows.
 
         Raises:
             EngineError: another `generate` or stream is not finished.

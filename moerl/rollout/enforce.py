@@ -1,8 +1,8 @@
 """Enforced routing in a transformers model: its MoE layers use the experts that the caller names.
 
-Runs inside `moerl.rollout.replay`. Hooks before the experts replace what the router chose; the weights of the experts
-are those that the model's own router gives them. Shape legend: R = input rows of a pass, L = MoE layers, E = experts,
-K = experts per token.
+Used by `moerl.rollout.replay` and `moerl.offline.rescoring`. Hooks before the experts replace what the router chose;
+the weights of the experts are those that the model's own router gives them. Shape legend: R = input rows of a pass, L =
+MoE layers, E = experts, K = experts per token.
 """
 
 from __future__ import annotations

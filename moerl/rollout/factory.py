@@ -58,7 +58,8 @@ def engine_beside(start: StartEngine, process: EngineProcess) -> BesideEngine:
 
 
 def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineOptions) -> FleetEngine:
-    """Makes an engine on the servers of a run. Servers that others started get the weights of the model's folder."""
+    """Makes an engine on the servers of a run. Those that others started get the weights of the model's folder, unless
+    a first update is to come (`run.version` -1)."""
     model, kind, is_ours = run.model, SERVER_KINDS[rollout.kind], rollout.starts_servers
     assert model.folder is not None
     launchers = kind.launchers(rollout, run)

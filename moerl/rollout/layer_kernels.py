@@ -1,4 +1,4 @@
-"""One decoding step of a decoder layer, compiled by Numba for the CPU it runs on.
+"""A decoder layer on rows of tokens, compiled by Numba for the CPU it runs on.
 
 Runs inside the embedded rollout engine, on the host; numpy arrays of float32. Every sum runs in an order that depends
 on the model's sizes and on the length of its own row alone, so rows are independent of one another, bit for bit; those

@@ -1,4 +1,4 @@
-"""Transformers models that hold the weights of their directory, all of them. Runs in the process of an engine."""
+"""Transformers models that hold the weights of their directory, all of them. Any process with a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Replay of recorded trajectories through transformers: log-probs by an implementation that trained nothing.
 
-Runs in the process of `moerl verify`. One sequence at a time, without a cache, with transformers' own attention and
-experts; nothing here shares code with the engine's decoding or the trainer's kernels, for it is to judge both. Shape
-legend: S = tokens of a trajectory, R = rows of a chunk, V = vocabulary, L, K as in the data contract.
+Runs in `moerl verify` and `moerl conformance`. One sequence at a time, without a cache, with transformers' own
+attention and experts; nothing here shares code with the engine's decoding or the trainer's kernels, for it is to judge
+both. Shape legend: S = tokens of a trajectory, R = rows of a chunk, V = vocabulary, L, K as in the data contract.
 """
 
 from __future__ import annotations

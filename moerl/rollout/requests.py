@@ -1,6 +1,6 @@
 """Checks of requests before anything is sampled, on any engine; distinct prompts and room for the embedded engine.
 
-Runs inside the rollout engine. Torch-free.
+Runs in the controller and in the embedded engine. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_posi
     """Refuses a batch that holds a request the engine or the contract cannot carry.
 
     Args:
-        max_positions: positions the model was built for; a rollout's inputs must fit.
+        max_positions: inputs that model or servers have room for; a rollout's must fit.
 
     Raises:
         RequestRefusedError: Naming the first offending rollout.
@@ -79,7 +79,7 @@ def distinct_prompts(
     """Finds the prompts that differ, and which of them each row is.
 
     Args:
-        prompts_mP: int64, padded with whatever on the right. lengths_m: int, tokens of each.
+        prompts_mP: int64, padded on the right, with one number. lengths_m: int, tokens of each.
 
     Returns:
         The row of the first of each, int64 [u], and for every row its number among those, int64 [m].

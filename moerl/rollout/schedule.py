@@ -21,7 +21,7 @@ _ROOM_TOKENS = 64
 """Room of slots grows by whole numbers of this."""
 
 _ADMIT_SHARE = 8
-"""Waiting prompts enter once 1/8 of the slots are free: a prefill per finished row would cost a pass each."""
+"""Waiting prompts enter once 1/8 of the slots are free, or one for each: a prefill per row costs a pass each."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Schedule:
     cache: SlotCache
     """Keys and values of the running rows."""
     asked_at: float
-    """Time at which the oldest of the waiting requests were asked for; seconds, perf_counter."""
+    """Time at which requests began to wait that have not all been admitted since; seconds, perf_counter."""
     params: RowParams | None = None
     """Sampling parameters of the running rows; None if the rows have changed."""
     aborted_ids: set[str] = field(default_factory=set)

@@ -41,7 +41,7 @@ class Occupant:
     request: RolloutRequest
     """Request of the row."""
     asked_at: float
-    """Time at which it was asked for."""
+    """Time at which it was asked for, or earlier, if others waited then."""
     admitted_at: float
     """Time at which it got the slot."""
 

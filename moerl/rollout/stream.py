@@ -10,7 +10,7 @@ from moerl.contract.reasons import Reason
 from moerl.errors import ContractError, closing
 
 Take = Callable[[bool], Sequence[RolloutRequest] | None]
-"""Called before each step, with True if nothing is left to sample; returns new requests, None if no more will come."""
+"""Called before each step, with True if nothing is left to sample; returns new requests, None to end at once."""
 
 
 def left_out(rollout_id: str) -> RolloutRecord:

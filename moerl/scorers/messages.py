@@ -39,7 +39,7 @@ class ScoreTokens(_Message, tag="score"):
     sampled: bytes
     """int64 [N], ascending: places of the sampled tokens."""
     temperatures: bytes
-    """float32 [N]: temperature of each sampled token; 0 = greedy."""
+    """float32 [N]: temperature of each sampled token, above 0."""
     kept_sizes: bytes
     """int64 [N]: ids in the kept set of each sampled token; 0 = nothing was cut."""
     kept_ids: bytes

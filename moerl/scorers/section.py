@@ -25,7 +25,7 @@ class ScorerSection(Section):
 
     @property
     def tokenizer(self) -> Path | None:
-        """Directory of a model whose tokenizer has to be that of the run; None = the scorer reads no ids."""
+        """Directory of a model whose tokenizer has to be that of the run; None = there is none to compare."""
         return None
 
     def host_bytes(self, key: str) -> int:

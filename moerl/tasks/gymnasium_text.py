@@ -1,6 +1,6 @@
 """`task=gymnasium`: environments of Gymnasium that speak in texts.
 
-Runs in the controller; the environment's code runs in threads.
+Runs in the controller. In episodes an environment is made, reset and stepped in threads, and closed in the event loop.
 """
 
 from __future__ import annotations

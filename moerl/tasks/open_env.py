@@ -168,7 +168,7 @@ class OpenEnvTask(SeedsTask[OpenEnvTaskConfig]):
                 "task.observation: no text in the observation",
                 seen=f"{name} is {type(text).__name__}; fields {', '.join(sorted(step.observation))}"[:_SHOWN],
                 expected="a field with a text",
-                remedy="name another field with task.observation; null = all of them, as JSON",
+                remedy="name another field with task.observation; null = all but metadata, as JSON",
             )
         return text.strip()
 

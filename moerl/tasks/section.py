@@ -39,7 +39,7 @@ class TaskSection(Section):
 
     @property
     def own_functions(self) -> tuple[str, ...]:
-        """Reward functions of the user's own code, as package.module:function."""
+        """Functions of the user's own code that give rewards or play episodes, as package.module:function."""
         return ()
 
     @property

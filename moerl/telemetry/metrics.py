@@ -25,12 +25,12 @@ SCORERS = {
 """Scorers of a full mismatch table: the guarantees that the trainer enforces while it scores."""
 
 SPANS = {
-    "rollout": "time of sampling, rewards and the hand-over to all ranks",
+    "rollout": "time of sampling, rewards, packing unless it was done ahead, and the hand-over to all ranks",
     "mismatch": "time of scoring for a mismatch table",
-    "train": "time of packing, forward, backward, proof and update",
+    "train": "time of forward, backward, proof and update; in a cold start of packing, too",
     "weights": "time of sending weights to the engine, and of waiting until it holds those before",
     "sleep": "time in which colocated servers give their memory to the trainer",
-    "step": "time of the whole step; evaluations and checkpoints are not part of it",
+    "step": "time of the whole step, without evaluations and checkpoints; the first may have the start, too",
     "evaluation": "time of an evaluation, in its own row",
     "checkpoint": "time to start the checkpoint before this step: copying, and waiting for an earlier one",
 }
@@ -174,10 +174,10 @@ _ALL = (
     Metric("episode/limited", "episode", "episodes that a limit kept from another turn, since the last step"),
     Metric("episode/failed", "episode", "episodes whose environment failed, since the last step"),
     Metric("alerts/active", "alert", "alerts that are active at the step: coverage, quarantine, gap, far tokens"),
-    Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
+    Metric("groups/filtered", "rollout", "filtered since the run began: by `rl.filters`, `rl.keep`, limits, or stale"),
     Metric("curriculum/passed", "prompt", "prompts passed over by `rl.skip_above` and its like since the run began"),
     Metric("curriculum/rate_mean", "1", "mean share of right responses in the latest group of each prompt seen so far"),
-    Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled"),
+    Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were admitted"),
     Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained"),
     Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)"),
     _timed("groups/waiting", "group", "finished groups left in the queue when a batch was taken"),
@@ -189,7 +189,7 @@ _ALL = (
         _timed(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions")
         for name in AGES
     ),
-    _timed("tokens/left_out", "token", "sampled since the batch before in groups that are not trained"),
+    _timed("tokens/left_out", "token", "left out since the batch before: groups that are not trained, `rl.keep`"),
     _timed("waiting/engine_for_slots", "1", "share of the time since the batch before in which no group was sampled"),
     _timed("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`"),
     _timed("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`"),
@@ -235,7 +235,7 @@ _ALL = (
         " computes in bfloat16",
     ),
     *(_timed(f"seconds/{span}", "s", meaning) for span, meaning in SPANS.items()),
-    _timed("memory/peak_rss_bytes", "byte", "peak resident memory of the largest process of the run"),
+    _timed("memory/peak_rss_bytes", "byte", "peak resident memory of the largest process among controller and ranks"),
     _timed(
         "memory/gpu_allocated_bytes",
         "byte",

@@ -1,4 +1,4 @@
-"""Sinks of metrics: a port, and `metrics.jsonl`. Torch-free; runs in the controller.
+"""Sinks of metrics: a port, and `metrics.jsonl`. Torch-free; sinks run in the controller, readers anywhere.
 
 Rows are appended in the order in which they happen: the cold start, then reinforcement learning with evaluations in
 between. Going on from a checkpoint first drops every row after it, so that a file never tells a step twice.

@@ -23,7 +23,7 @@ from moerl.telemetry.sinks import check_position, check_stage
 
 
 class TensorBoardSink:
-    """Sink that writes scalars to one TensorBoard folder per stage under `directory`."""
+    """Sink that writes scalars and texts to one TensorBoard folder per stage under `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -49,7 +49,7 @@ class TensorBoardSink:
             writer.flush()
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
-        """Marks a restart in every stage's events: TensorBoard then hides events at its step or later."""
+        """Marks a restart in the events of this stage and later ones: TensorBoard hides events at its step or later."""
         check_position(stage)
         for name in STAGES:
             if not (self._directory / name).is_dir() or (stage == "rl" and name == "sft"):

@@ -141,7 +141,7 @@ def describe(cu_seqlens: Tensor, batch: Microbatch, *, size: int, rank: int) -> 
 
 def _similar(lengths: NDArray[np.int64], before: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Returns indices of sequences of similar length, with and without their prefix: each up to the same power of two,
-    so that padding at most doubles the work."""
+    so that padding at most doubles their rows."""
     buckets = np.ceil(np.log2(np.stack([np.maximum(lengths, 1), lengths + before], 1).clip(1))).astype(np.int64)
     kinds = np.unique(buckets[lengths > 0], axis=0)
     return [np.flatnonzero((buckets == kind).all(1) & (lengths > 0)) for kind in kinds]

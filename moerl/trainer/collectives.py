@@ -1,6 +1,7 @@
 """Exchange of bytes between ranks, for data that are no tensors: no object is pickled. Runs in every trainer rank.
 
-Every function is a collective of its group. Callers choose the encoding of the bytes: JSON or msgpack of plain data.
+Functions that share or gather are collectives of their group. Callers choose the encoding of the bytes: JSON or msgpack
+of plain data.
 """
 
 from __future__ import annotations

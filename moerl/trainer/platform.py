@@ -1,14 +1,16 @@
 """Everything that lets Megatron-Core run without CUDA, in one place (the bridge: `moerl.trainer.bridge`).
 
 Runs in every trainer rank, before anything else of Megatron is imported. With a CUDA device `prepare` changes
-nothing. Without one, malloc keeps freed memory, and five things are replaced (megatron-core 0.19.2):
+nothing. Without one, malloc keeps freed memory, and seven things are replaced (megatron-core 0.19.2):
 
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
 3. optimizers that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``;
 4. the local layer spec's norm (refuses sequence parallelism), core attention (refuses packed sequences, see
    `moerl.trainer.attention`) and experts (slow, see `moerl.trainer.experts`);
-5. collectives of uneven slices, which gloo does not have (`moerl.trainer.uneven`).
+5. collectives of uneven slices, which gloo does not have (`moerl.trainer.uneven`);
+6. `torch.compile`, which would call a C++ compiler;
+7. rotary embedding of packed sequences (`moerl.trainer.attention`).
 
 Goes when Megatron-Core takes its device from the accelerator API throughout.
 """

@@ -91,7 +91,7 @@ class KeepRouting:
                 "the live model's MoE layers are not those of the handshake",
                 seen=f"MoE layers {found} on rank {self.layout.rank}, stage counts {counts_L.tolist()}",
                 expected=f"each of 0..{num_layers - 1} in one pipeline stage",
-                remedy="give trainer and engine the same model; keep_routing.mode=off disables replay",
+                remedy="give trainer and engine the same model",
             )
 
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class ReplaySchedule:
                 f"layer {hook.layer_number} dispatched tokens without asking the replay hook",
                 seen="a routing map from elsewhere",
                 expected="top-k through router_replay",
-                remedy="turn fused routers off or set keep_routing.mode=off",
+                remedy="turn fused routers off; every keep_routing.mode observes routers",
             )
         microbatch, phase = hook.active
         rows = self._rows[microbatch]
@@ -287,17 +287,17 @@ class ReplaySchedule:
 
     def verify(self) -> int:
         """Proves that attention read the recorded tokens of every sequence, that tokens were scored in recorded sets
-        and, if routing is enforced and to be proved, that every router ran as often as the schedule says and recorded
-        routing reached its dispatcher.
+        and, if routing is enforced, that every router ran as often as the schedule says and, if it is to be proved,
+        that recorded routing reached its dispatcher.
 
-        A collective over all ranks, and the first since the first microbatch began that the host waits for; call it
-        before the optimizer update.
+        A collective over all ranks; without experts or stages on other ranks the first since the first microbatch began
+        that the host waits for. Call it before the optimizer update.
 
         Returns:
             Routing rows verified on this rank (rows x layers x phases).
 
         Raises:
-            UnprovedError: on every rank, if a sum differs on any rank.
+            UnprovedError: on every rank, if a sum or a number of calls differs, or a sum is missing, on any rank.
         """
         checksums_PMl, sums_2M = self._sums_of_all_rows()
         problem = self._first_problem(checksums_PMl) if self.what.enforce or self.what.record else None

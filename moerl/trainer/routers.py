@@ -88,7 +88,7 @@ def refuse_unsupported_routers(config: Any) -> None:
                 f"the router setting {name} cannot be combined with Keep Routing",
                 seen=getattr(config, name),
                 expected="plain top-k routing without capacity",
-                remedy="change the setting or set keep_routing.mode=off",
+                remedy="change the setting; every keep_routing.mode observes routers",
             )
 
 

@@ -80,7 +80,7 @@ class StepReport:
     expert_load_LE: Tensor
     """int64; tokens per expert of this rank's rows and layers. The sum over all ranks counts every token once."""
     agreement_LS: Tensor
-    """float64; sums of `moerl.contract.trainer.STATISTICS` over the same rows."""
+    """float64; sums of `moerl.contract.trainer.STATISTICS` over those of these rows that have recorded routing."""
     live_rows_L: Tensor
     """int64; rows left to the router."""
 

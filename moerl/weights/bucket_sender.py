@@ -1,4 +1,5 @@
-"""Calls of a sender's sink: in one thread, from two slots, each with a limit of time. Runs in senders.
+"""Calls of a sender's sink: in one thread, from two slots, each with a limit of time. Runs in senders; in
+the controller `SinkThread` calls the engine, too.
 
     rank's thread     gathers into one slot, submits calls, waits for each `step_seconds` at most
     weight-sink       calls the sink, one call after the other, over all updates
@@ -105,7 +106,7 @@ class SinkThread:
             self._current = call.doing
             try:
                 call.run()
-            except BaseException as problem:  # noqa: BLE001 - thread boundary: raised by the rank that waits
+            except BaseException as problem:  # noqa: BLE001 - thread boundary: raised by the one that waits
                 call.problem = problem
             call.done.set()
 

@@ -4,8 +4,8 @@ All senders gather at the same time, the k-th bucket of each in round k. Transfe
 turn, sender) and every rank works through its own in that order with a few under way, so that the first unfinished
 transfer of all can always go on: no order of arrival can make ranks wait for one another in a circle.
 
-Only point-to-point operations are used, which gloo and NCCL have. Bytes that lie in the order of the bucket are sent
-from the weights and received into the bucket; others are packed, and the sender puts them in place.
+Only point-to-point operations are used, which gloo and NCCL have. A chunk of one piece is sent
+from the weights, others are packed. One that is whole in the bucket is received there; the sender puts others in place.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A trainer rank's part of a weight update: gather, hand over, one version at a time. Runs in every trainer rank.
 
-The controller begins the engine's update before this part and ends it afterwards (`moerl.ranks.updates`). While a
+The controller begins the engine's update before this part (from files after it) and ends it afterwards
+(`moerl.ranks.updates`). While a
 sender's sink receives one bucket (in a thread of its own), the next one is gathered into the other of two slots.
 Between two buckets all ranks agree to go on: a sink that has failed or does not return ends the update on every rank,
 and engines keep the version they had.
@@ -39,7 +40,7 @@ class PublishReport:
     gather_seconds: float
     """Time of gathering, without waits for a free slot."""
     send_seconds: float
-    """Time in which the sink received buckets; 0 without a sink."""
+    """Time in which buckets were checked, received by the sink and summed up; 0 without a sink."""
     end_seconds: float
     """Time in which the sink ended the update; 0 without a sink."""
     seconds: float

@@ -1,5 +1,5 @@
 """Tokens whose gap is apart from that of the others when everything else is put right: those of older weights, of one
-engine, of late turns, or deep in the context. Also single rollouts that are apart.
+engine, of one turn, or of one depth of the context. Also single rollouts that are apart.
 
 Torch-free. Shape legend: N = sampled tokens of all rollouts, R = rollouts.
 """

@@ -1,8 +1,8 @@
 """The causes of a dump's gap, each with its size and its rollouts, and the gap as a sum of parts. Torch-free.
 
-Order of the search: kept sets by themselves (no model needed), prompt tokens, log-probs and weights with the model's
-own routing, the record against that routing, then temperature and supports with everything enforced; once more if that
-left rollouts odd; then the causes that set tokens apart. A fault may be in all rollouts or in some.
+Order of the search: kept sets (by tokens, and by the model's log-probs), prompt tokens, log-probs and weights with the
+model's own routing, the record against that routing, then temperature and supports with everything enforced; once more
+if that left rollouts odd; then the causes that set tokens apart. A fault may be in all rollouts or in some.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class _Told:
         """Returns every fault with its rollouts, and with what it costs if the dump is used as it came. Faults of one
         title are one.
 
-        A fault is certain if it can be counted, or if what is left of its rollouts after all repairs is rounding and
-        the lower end of its interval is at least half of its size.
+        A fault is certain if kept sets do not hold their token, or if what is left of its rollouts after all repairs
+        is rounding and the lower end of its interval is more than half of its size.
         """
         by_title: dict[tuple[str, str], list[int]] = {}
         for number, fault in enumerate(faults):

@@ -41,8 +41,8 @@ def record_of(
         scores: names of the side scores that the rollout must have.
 
     Raises:
-        ContractError: `expert_id_out_of_range`, of an id that no type of the contract holds; `missing_field`, if there
-            is no reward, or one of the scores is missing.
+        ContractError: `expert_id_out_of_range`, of an id that none of the model's experts has; `missing_field`, if
+            there is no reward, or one of the scores is missing.
     """
     if "reward" not in rollout.rewards:
         raise ContractError(

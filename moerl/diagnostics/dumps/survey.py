@@ -112,7 +112,7 @@ def survey(
     Args:
         model: selects its MoE layers if a dump has routes of all layers.
         load: reads files of torch.save.
-        say: called with a line for each directory of which files are left out.
+        say: called with a line for a directory of which files are left out, unless it is a dump of moerl.
 
     Raises:
         ConfigError: there is no dump, it cannot be read, or its rollouts are in no order that can be trained.

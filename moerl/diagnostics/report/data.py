@@ -1,6 +1,6 @@
 """Contents of a routing-mismatch report: `report.json`, whose schema is stable, and the page that is drawn from it.
 
-The page has no other numbers. Torch-free; any process.
+The page has no other numbers but published ones of others. Torch-free; any process.
 """
 
 from __future__ import annotations

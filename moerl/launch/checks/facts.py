@@ -21,7 +21,7 @@ DOORS: tuple[Door, ...] = ("train", "doctor", "dry run", "plan")
 
 @dataclass(slots=True)
 class Facts:
-    """Facts that checks look at. Whoever makes them calls `close`."""
+    """Facts that checks look at; what runs the checks closes them (`moerl.launch.checks.listed`)."""
 
     door: Door
     """Command that asks."""

@@ -18,7 +18,7 @@ OURS = (
     *("job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "open-mode", "output", "mem"),
     *("chdir", "partition", "account", "qos", "gres", "cpus-per-task", "exclusive", "array", "wrap", "parsable"),
 )
-"""Options of sbatch that a script sets itself."""
+"""Options of sbatch that a script or the command sets itself, or that would work against those."""
 
 
 def _one_line(text: str) -> str:
@@ -81,7 +81,7 @@ class Site(Section):
     gres: Word | None = Field(
         default=None, description="The same as this site names it (gpu:h100:8); null = gpu:GPUS_PER_NODE."
     )
-    gpu_memory_gib: Positive = Field(default=80.0, description="Memory of one GPU, for the plan of --dry-run.")
+    gpu_memory_gib: Positive = Field(default=80.0, description="Memory of one GPU, for checks of what a run needs.")
     cpus_per_node: Count | None = Field(default=None, description="CPU cores asked for on each node; null = exclusive.")
     memory: Word | None = Field(default=None, description="Memory of each node (200G); null = the site's default.")
     container: Container | None = Field(default=None, description="Container of the commands; null = none.")

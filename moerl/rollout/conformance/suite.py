@@ -96,7 +96,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Bench], str]], ...] = (
     ("kept-order", "Are kept ids in range and strictly ascending?", answers.kept_sets_are_ordered),
     ("kept-size", "Are kept sets no larger than top-k, greedy ones single?", answers.kept_sets_are_bounded),
     ("logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answers.logprobs_are_negative),
-    ("temperature", "Is temperature applied before the cut?", sampling.temperature_is_honoured),
+    ("temperature", "Are logits divided by the temperature?", sampling.temperature_is_honoured),
     ("top-k", "Is top-k honoured, and renormalised?", sampling.top_k_is_honoured),
     ("top-p", "Is top-p honoured, and renormalised?", sampling.top_p_is_honoured),
     ("min-p", "Is min-p honoured, and renormalised?", sampling.min_p_is_honoured),

@@ -1,8 +1,8 @@
 """Servers that work together: who gets a request, who is watched, lost and replaced. Runs in the engine's event loop.
 
 A server is lost after four failed requests in a row without an answer in between, after four failed probes of one token
-(it is probed once a request has failed, and when it has been silent for a while), when it does not know our key, holds
-other weights than it should, or breaks off a weight update. Dead, hanging or replaced by somebody else makes no
+(it is probed once a request has failed, and when it has been silent for a while), when it does not know our key, has
+another version than it should, or breaks off a weight update. Dead, hanging or replaced by somebody else makes no
 difference: other servers are asked for what it worked on, its launcher makes another server, that one gets the current
 weights, and only then requests.
 """
@@ -24,7 +24,7 @@ from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.fleet.replica import Replica, StaleServerError, State
 
 MAX_LOSSES = 3
-"""Servers that one place loses in a row, without an answer in between, before it is given up."""
+"""Servers that one place gets for lost ones, without an answer in between, before it is given up."""
 
 
 class Fleet:

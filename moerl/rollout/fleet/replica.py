@@ -55,7 +55,7 @@ class Replica:
     asks: set[asyncio.Future[Any]] = field(default_factory=set)
     """Requests that wait for an answer."""
     losses: int = 0
-    """Servers lost in a row, without an answer in between."""
+    """Servers taken for lost ones, without an answer in between."""
     strikes: int = 0
     """Failures in a row; those at one time count once."""
     struck_at: float = 0.0

@@ -188,7 +188,7 @@ def pythons(version: str) -> list[str]:
 
 
 def find_python(named: str | None, version: str = DEFAULT_RELEASE) -> str:
-    """Finds an interpreter of a version that the release runs on, with pip.
+    """Finds an interpreter of a version that the release runs on.
 
     Raises:
         EngineError: there is none, or the named one is not.

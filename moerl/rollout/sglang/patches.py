@@ -1,7 +1,8 @@
 """The patches of SGLang releases: read, applied to an installation, and proved.
 
-An installation is proved by undoing the patches in memory: what comes out must be, to the byte, what the package's own
-`RECORD` lists. Runs on the machine of the installation; needs neither torch nor SGLang.
+Files that patches touch are proved by undoing the patches in memory: what comes out must be, to the byte, what the
+package's own `RECORD` lists. Other files are not read. Runs on the machine of the installation; needs neither torch nor
+SGLang.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def apply_patches(site: Path, patches: PatchSet) -> None:
 
 
 def verify_installation(site: Path) -> PatchSet:
-    """Proves that the package in `site` is a release that there are patches for, with exactly its patches.
+    """Proves that the package in `site` is a release that there are patches for, with exactly these in the files
+    that they touch.
 
     Returns:
         The patches, and with them the release.
@@ -141,7 +143,7 @@ def verify_installation(site: Path) -> PatchSet:
 
 
 def verify_patches(site: Path, patches: PatchSet) -> None:
-    """Proves that the package in `site` is the release with exactly these patches.
+    """Proves that the files in `site` that these patches touch are those of the release with exactly these patches.
 
     Raises:
         EngineError: naming the release, the stamp or the first file that is not.

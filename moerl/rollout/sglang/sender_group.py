@@ -95,7 +95,7 @@ class SenderGroup:
         )
 
     def form(self) -> None:
-        """Returns when all receivers have joined. Raises RuntimeError if that takes too long."""
+        """Returns when all receivers have joined, with NCCL at once. Raises RuntimeError if that takes too long."""
         group, _ = _new_process_group_helper(
             self._world_size,
             0,

@@ -151,7 +151,7 @@ class SGLangServer:
         """Returns when the server serves.
 
         Raises:
-            EngineError: it ended, or is not ready in time. The end of its log is in the message; `stop` it then.
+            EngineError: it ended, or is not ready in time. The end of its log is a note; `stop` it then.
         """
         deadline = time.monotonic() + timeout_seconds
         while not answers_health(self.endpoint):
@@ -161,7 +161,7 @@ class SGLangServer:
             time.sleep(_POLL_SECONDS)
 
     def require_running(self) -> None:
-        """Raises EngineError if the process has ended; the end of its log is in the message."""
+        """Raises EngineError if the process has ended; the end of its log is a note."""
         if self._process.poll() is not None:
             raise self._failure(f"ended with status {self._process.returncode}", "a server that runs")
 
@@ -219,7 +219,7 @@ def _remove_rendezvous(folder: Path) -> None:
 
 
 def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
-    """Returns SGLang's options by name; `docs/sglang.md` says why each is there.
+    """Returns SGLang's options by name; `docs/sglang.md` says why those are there that no key names.
 
     Raises:
         EngineError: `options.passed_on` has one that is set here.

@@ -14,7 +14,7 @@ from moerl.reading import check_depth, open_regular
 from moerl.telemetry.terminal import excerpt
 
 MAX_LINE_BYTES = 1 << 24
-"""Longest line of a file of rows, and the most that a row of any other format may take as JSON."""
+"""Longest line of a file of rows, and the most that a column of a row of any other format may take as JSON."""
 
 
 def read_rows(path: Path, key: str = "task.path") -> Iterator[tuple[int, dict[str, Any]]]:

@@ -24,7 +24,7 @@ class _Call:
 
 
 CLOSE_SECONDS = 4 * EXIT_SECONDS
-"""Longest time that closing a pool waits for its processes to end."""
+"""Longest time that closing a pool waits for each of its processes to end."""
 
 
 class RewardPool:

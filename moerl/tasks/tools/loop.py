@@ -2,7 +2,7 @@
 
     policy       answers; an answer with calls goes on
     loop         reads the calls, and has all of one answer run side by side
-    policy       reads one message `tool` for each call, in the order of the calls, and answers again
+    policy       reads one message `tool` for each call, in their order, broken calls last, and answers again
 
 The policy may be wrong, and reads so: a call of an unknown tool, arguments that break its schema, a tool that raises
 and a call above the limit get a text as their result. Runs in the event loop of the episodes.

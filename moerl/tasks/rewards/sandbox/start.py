@@ -5,7 +5,8 @@
 PROGRAM and TESTS are files with Python, read before anything is forbidden; TESTS is empty if there are none. FOLDER is
 the folder that may be written to. STATUS is a descriptor that gets a byte once everything is forbidden, PARENT the
 process id of the starter. Each process may take SECONDS of CPU time and MEMORY bytes. The exit code is one of
-`moerl.tasks.rewards.sandbox.outcomes`; without tests it is the program's own.
+`moerl.tasks.rewards.sandbox.outcomes`; without tests it is 0 if the program ends
+well. A program can end its process with any code.
 """
 
 from __future__ import annotations
