@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -145,12 +146,13 @@ def run_check(check: Check, device: Device) -> Outcome:
     return outcome
 
 
-def run_side_by_side(checks: Sequence[Check], device: Device, gib: float) -> Iterator[Outcome]:
+def run_side_by_side(checks: Sequence[Check], device: Device, gib: float, until: float = math.inf) -> Iterator[Outcome]:
     """Runs checks, as many at once as there are cores and as fit into memory together, and yields what came of each as
     it ends.
 
     Args:
         gib: memory of the device for all that run at once. A check that asks for more runs alone.
+        until: by `time.monotonic`; a check that may take longer when it is its turn is not run.
     """
     waiting: list[Check] = []
     for check in checks:
@@ -163,7 +165,12 @@ def run_side_by_side(checks: Sequence[Check], device: Device, gib: float) -> Ite
         while waiting or running:
             taken = sum(each.check.gib for each in running)
             if waiting and len(running) < (os.cpu_count() or 1) and (not running or taken + waiting[0].gib <= gib):
-                running.append(_Running(waiting.pop(0), device))
+                check, left = waiting.pop(0), max(0.0, until - time.monotonic())
+                if check.limit_seconds <= left:
+                    running.append(_Running(check, device))
+                else:
+                    reason = f"no time left: may take {check.limit_seconds:g} s, and {left:.0f} s are left"
+                    yield Outcome(check.name, "not run", reason=reason)
                 continue
             for each in list(running):
                 if (outcome := each.outcome()) is not None:

@@ -17,11 +17,7 @@ from _gpu_checks import Device, Outcome
 from _report import Result
 
 Comparison = Literal["<=", ">=", "=="]
-_HOLDS: dict[Comparison, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
+_HOLDS: dict[Comparison, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,7 @@ def transformer_engine(sizes: Sequence[int], weights: Sequence[Tensor], *, fused
 
 def has_native_groups() -> bool:
     """Tells whether this device and its cuBLASLt have Transformer Engine's native grouped products."""
-    from transformer_engine.pytorch.module import (  # pyright: ignore[reportMissingImports] - for GPUs alone
-        grouped_linear,
-    )
+    from transformer_engine.pytorch.module import grouped_linear  # pyright: ignore[reportMissingImports] - for GPUs alone
 
     return grouped_linear.is_module_grouped_tensor_path_supported(None, torch.bfloat16)
 

@@ -125,12 +125,7 @@ def draw(setting: Setting, sizes: str, dtype: torch.dtype, device: str) -> Case:
     return Case(
         hidden_TH.to(device, dtype).requires_grad_(),
         weight_VH.to(device, dtype).requires_grad_(),
-        Rows(
-            drawn.target_ids_T,
-            (0.5 + torch.rand(setting.num_rows, generator=generator)).numpy(),
-            kept,
-            ~is_open_T,
-        ),
+        Rows(drawn.target_ids_T, (0.5 + torch.rand(setting.num_rows, generator=generator)).numpy(), kept, ~is_open_T),
         torch.from_numpy(keep_TV).to(device),
     )
 

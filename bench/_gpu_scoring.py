@@ -170,17 +170,13 @@ def dense_kl(inputs: Inputs) -> Tensor:
 
 
 def liger(inputs: Inputs) -> Tensor:
-    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports] - not among our requirements
-        LigerFusedLinearCrossEntropyLoss,
-    )
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports] - not among our requirements
 
     return LigerFusedLinearCrossEntropyLoss()(inputs.weight_VH, inputs.hidden_TH, inputs.targets_T)
 
 
 def cut_cross_entropy(inputs: Inputs, **options: Any) -> Tensor:
-    from cut_cross_entropy import (  # pyright: ignore[reportMissingImports] - not among our requirements
-        linear_cross_entropy,
-    )
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports] - not among our requirements
 
     return linear_cross_entropy(inputs.hidden_TH, inputs.weight_VH, inputs.targets_T, **options)
 

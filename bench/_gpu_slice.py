@@ -21,14 +21,7 @@ MIN_GIB = {128: 75.0, 16: 30.0}
 """GiB of GPU memory that a slice needs, by its number of experts. Its parameters with gradients, master weights and
 moments take 54 with 128 experts (3 billion parameters), 18 with 16 experts."""
 TINY = Workload(
-    SIZES["cpu"],
-    row_budget=48,
-    mean_length=20,
-    pairs=1,
-    utilisation_goal=0.0,
-    goals=False,
-    num_microbatches=1,
-    steps=1,
+    SIZES["cpu"], row_budget=48, mean_length=20, pairs=1, utilisation_goal=0.0, goals=False, num_microbatches=1, steps=1
 )
 
 

@@ -127,8 +127,7 @@ def with_routes(samples: Sequence[TrainSample], routes: Sequence[NDArray[np.inte
     """The samples with these experts, [S - 1, L, K] each, as captured."""
     return [
         replace(
-            sample,
-            trajectory=replace(sample.trajectory, expert_ids=own.astype(sample.trajectory.spec.expert_dtype)),
+            sample, trajectory=replace(sample.trajectory, expert_ids=own.astype(sample.trajectory.spec.expert_dtype))
         )
         for sample, own in zip(samples, routes, strict=True)
     ]
@@ -145,10 +144,7 @@ def _trajectory(rng: np.random.Generator, spec: ModelSpec, num_tokens: int, roll
     return Trajectory(
         spec=spec,
         lineage=Lineage(rollout_id, f"prompt-of-{rollout_id}", f"group-of-{rollout_id}"),
-        turns=(
-            Turn(0, num_prompt, TurnKind.PROMPT),
-            Turn(num_prompt, num_tokens, TurnKind.SAMPLED, SAMPLING),
-        ),
+        turns=(Turn(0, num_prompt, TurnKind.PROMPT), Turn(num_prompt, num_tokens, TurnKind.SAMPLED, SAMPLING)),
         token_ids=token_ids,
         sampled=sampled,
         rollout_logprobs=logprobs.astype(np.float32),

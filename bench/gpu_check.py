@@ -113,15 +113,7 @@ def run_all(checks: Sequence[Check], options: Options, heading: Sequence[Result]
     turns = [beside, *([check] for check in checks if check.times)]
     outcomes: list[Outcome] = []
     for turn in turns:
-        left = max(0.0, until - time.monotonic())
-        fitting = [check for check in turn if check.limit_seconds <= left]
-        for check in turn:
-            if check not in fitting:
-                reason = f"no time left: may take {check.limit_seconds:g} s, and {left:.0f} s are left"
-                _keep(Outcome(check.name, "not run", reason=reason), outcomes, options, heading)
-        for check in fitting:
-            _forget(options, check.name)
-        for outcome in run_side_by_side(fitting, options.device, options.gib):
+        for outcome in run_side_by_side(turn, options.device, options.gib, until):
             _keep(outcome, outcomes, options, heading)
     places = [check.name for check in checks]
     return sorted(outcomes, key=lambda outcome: places.index(outcome.name))
@@ -131,6 +123,8 @@ def _keep(outcome: Outcome, outcomes: list[Outcome], options: Options, heading: 
     """Adds an outcome to those before it, says it, and writes its findings."""
     outcomes.append(outcome)
     say(outcome)
+    if outcome.state != "not run":
+        _forget(options, outcome.name)
     found = outcome.findings
     if found is None or options.results is None:
         return

@@ -114,10 +114,7 @@ def main() -> None:
     results = [result for shape in SHAPES for result in compare(*shape)]
     many = long_tailed(10_000 * 4000, seed=0)[:10_000]
     ours, baseline = timed(
-        [
-            lambda: plan_packs(many, [COST(size) for size in many], 32, 32768),
-            lambda: by_rows_alone(many, 32, 32768),
-        ],
+        [lambda: plan_packs(many, [COST(size) for size in many], 32, 32768), lambda: by_rows_alone(many, 32, 32768)],
         repeats=3,
     )
     results.append(

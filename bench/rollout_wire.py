@@ -32,12 +32,7 @@ from moerl.http.keys import Key
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.segments import trajectory_values
-from moerl.rollout.sglang.answers import (
-    decode_compact,
-    finish_reason,
-    read_segment,
-    version_spans,
-)
+from moerl.rollout.sglang.answers import decode_compact, finish_reason, read_segment, version_spans
 from moerl.rollout.sglang.client import answer_bounds, request_body
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 

@@ -35,9 +35,7 @@ BEFORE_WHERE = frozenset({
 """Words that "where" may follow: nouns of places, verbs of knowing, prepositions, and values of arrays."""
 READERS = ("moerl/config/", "moerl/machine/", "moerl/launch/", "moerl/processes/parent.py")
 """Files and folders of the product that may read environment variables."""
-EXCEPTIONS = {
-    "moerl/tasks/rewards/sandbox/start.py": "clears variables of a process that runs a stranger's program",
-}
+EXCEPTIONS = {"moerl/tasks/rewards/sandbox/start.py": "clears variables of a process that runs a stranger's program"}
 """Files that name the environment for another reason."""
 
 _ADVICE = 'say "if", or name the place'

@@ -291,9 +291,7 @@ def draw_corrections(found: Sequence[dict[str, Any]], path: Path) -> None:
     """The corrections at the largest noise and staleness."""
     titles = {"none": "no correction", "TIS": "TIS", "IcePop": "IcePop"}
     _draw(
-        found,
-        {title: {"noise": "float8", "staleness": 8, "correction": name} for name, title in titles.items()},
-        path,
+        found, {title: {"noise": "float8", "staleness": 8, "correction": name} for name, title in titles.items()}, path
     )
 
 

@@ -76,12 +76,7 @@ SERVERS = (
 
 VARIANTS = (
     Variant("one process", (), ("controller",), True),
-    Variant(
-        "two ranks",
-        ("parallel.expert=2", "trainer.command_seconds=60"),
-        ("controller", "rank"),
-        True,
-    ),
+    Variant("two ranks", ("parallel.expert=2", "trainer.command_seconds=60"), ("controller", "rank"), True),
     Variant(
         "engine beside",
         ("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
@@ -89,13 +84,7 @@ VARIANTS = (
         False,
         bound=2,
     ),
-    Variant(
-        "servers",
-        SERVERS,
-        ("controller", "rank", "server"),
-        False,
-        bound=2,
-    ),
+    Variant("servers", SERVERS, ("controller", "rank", "server"), False, bound=2),
     Variant(
         "episodes on servers",
         (*SERVERS, "rollout.max_new_tokens=40"),

@@ -48,10 +48,7 @@ CHEATS = {
     "an exit of its own": ("class End(SystemExit): pass\ndef add(a, b): raise End(0)", TESTS),
     "an exit that tests catch": ("import os\ndef f(): os._exit(0)", "try: f()\nexcept: pass"),
     "an exit that tests expect to be an error": ("import os\ndef f(): os._exit(0)", "try: f()\nexcept Exception: pass"),
-    "an interrupt": (
-        "def f(): raise KeyboardInterrupt",
-        "try:\n    f()\n    assert False\nexcept ValueError: pass",
-    ),
+    "an interrupt": ("def f(): raise KeyboardInterrupt", "try:\n    f()\n    assert False\nexcept ValueError: pass"),
     "the end of an iteration": ("def ok(x): raise StopIteration", "assert all(map(ok, [1, 2, 3]))"),
     "atexit": ("import atexit, os\natexit.register(os._exit, 90)\n" + WRONG, TESTS),
     "a thread": (
@@ -131,10 +128,7 @@ CHEATS = {
     "a forged missing end": (FORGED + "forge([])\n" + WRONG, TESTS),
     "a function of the system as a value": ("import os\ndef make(n): return os._exit", "assert make(90)(90) == 180"),
     "exec as a value": ("def make(n): return exec", "assert make(1)('import os; os._exit(90)') == 2"),
-    "the globals of a callback": (
-        "def run(f):\n    f.__globals__.clear()\n    return 1",
-        "assert run(lambda: 1) == 2",
-    ),
+    "the globals of a callback": ("def run(f):\n    f.__globals__.clear()\n    return 1", "assert run(lambda: 1) == 2"),
     "the frame of a generator": (
         "def run(items):\n    items.gi_frame.f_globals.clear()\n    return 1",
         "assert run(x for x in [1]) == 2",
@@ -152,10 +146,7 @@ CHEATS = {
         "def add(a, b): return 0 if not found else a + b",
         TESTS,
     ),
-    "a signal to the tests": (
-        "import os\ntry: os.kill(os.getppid(), 9)\nexcept OSError: pass\n" + WRONG,
-        TESTS,
-    ),
+    "a signal to the tests": ("import os\ntry: os.kill(os.getppid(), 9)\nexcept OSError: pass\n" + WRONG, TESTS),
     "a file for libraries of the tests": (
         "import os\nopen('math.py', 'w').write('isclose = lambda *a: True')\n"
         "open('numpy.py', 'w').write('allclose = lambda *a: True')\n" + WRONG,

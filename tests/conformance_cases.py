@@ -109,11 +109,7 @@ def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) 
     return engine
 
 
-ENGINES = {
-    "embedded": Subject(_embedded, (1,)),
-    "beside": Subject(_beside, (1,)),
-    "sglang": Subject(_sglang, ()),
-}
+ENGINES = {"embedded": Subject(_embedded, (1,)), "beside": Subject(_beside, (1,)), "sglang": Subject(_sglang, ())}
 
 
 def make_requests(count: int, max_new_tokens: int = 12, stop_ids: tuple[int, ...] = (3,)) -> list[RolloutRequest]:

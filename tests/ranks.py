@@ -52,13 +52,7 @@ class Ranks:
         self._connections: list[Connection] = []
         self._calls = 0
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        timeout_seconds: float = 120.0,
-        **sizes: int,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0, **sizes: int) -> list[Any]:
         """Results by rank; the exception of a rank is raised again here with that rank's traceback as a note.
 
         timeout_seconds: of work (`waiting.Work`), after which `TimeoutError` says where each rank is.

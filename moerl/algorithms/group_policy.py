@@ -254,11 +254,7 @@ class GroupPolicy(Algorithm):
         from moerl.algorithms import toolbox
 
         weights_T = toolbox.importance_weights(
-            rows,
-            self.importance,
-            self.importance_floor,
-            self.importance_cap,
-            drops=self.importance_outside == "drop",
+            rows, self.importance, self.importance_floor, self.importance_cap, drops=self.importance_outside == "drop"
         )
         if self.sequence_band is not None:
             weights_T = weights_T * toolbox.within_band(rows, self.sequence_band)

@@ -320,13 +320,7 @@ class _Simulation:
 
 
 def simulate(
-    limits: QueueLimits,
-    fleet: SimulatedFleet,
-    costs: StepCosts,
-    *,
-    group_size: int,
-    episode: Draw,
-    num_steps: int = 32,
+    limits: QueueLimits, fleet: SimulatedFleet, costs: StepCosts, *, group_size: int, episode: Draw, num_steps: int = 32
 ) -> Simulated:
     """Simulates `num_steps` steps, and returns the results.
 

@@ -150,9 +150,7 @@ STATUS = CommandText(
     "show where a run is and what became of every rollout that it asked for",
     "Reads the run directory alone, while the run goes on or after it ended: whether a process holds it, checkpoints,\n"
     "steps, and the ledger of rollouts by their end: trained, filtered, quarantined, pending.",
-    {
-        "moerl status runs/wide": "of a run in this directory",
-    },
+    {"moerl status runs/wide": "of a run in this directory"},
 )
 
 REPORT = CommandText(
@@ -240,10 +238,7 @@ WATCH = CommandText(
     "Reads the run directory alone: the last steps, the mismatch as trained and as a table, rows without captured\n"
     "routing, staleness, queue, rollouts by their end, throughput and time left, and what is alarming. Refreshes as\n"
     "steps come; ends with the run, or by Ctrl-C. Lines instead of a display if there is no terminal.",
-    {
-        "moerl watch runs/wide": "until the run ends",
-        "moerl watch runs/wide --once": "as it is now",
-    },
+    {"moerl watch runs/wide": "until the run ends", "moerl watch runs/wide --once": "as it is now"},
 )
 
 CONFORMANCE = CommandText(

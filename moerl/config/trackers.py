@@ -13,11 +13,7 @@ from pathlib import Path
 
 from moerl.errors import ConfigError
 
-LIBRARIES = {
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "trackio": ("trackio",),
-}
+LIBRARIES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "trackio": ("trackio",)}
 """By tracker, the packages that it imports."""
 
 

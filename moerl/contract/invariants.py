@@ -235,11 +235,7 @@ def _check_turns(trajectory: TrajectoryFields) -> None:
 
 def _check_sampling(sampling: SamplingParams, name: str) -> None:
     reason = Reason.SAMPLING_INVALID
-    bounds = {
-        "temperature": lambda x: x >= 0.0,
-        "top_p": lambda x: 0.0 < x <= 1.0,
-        "min_p": lambda x: 0.0 <= x < 1.0,
-    }
+    bounds = {"temperature": lambda x: x >= 0.0, "top_p": lambda x: 0.0 < x <= 1.0, "min_p": lambda x: 0.0 <= x < 1.0}
     expected = "temperature in [0, inf), top_p in (0, 1], min_p in [0, 1)"
     for key, holds in bounds.items():
         value = getattr(sampling, key)

@@ -48,10 +48,7 @@ def shared_key(key: int) -> int:
 
 
 def summed_checksums(
-    keys: Sequence[int],
-    firsts: Sequence[int],
-    expert_ids: Sequence[NDArray[Any]],
-    routed: Sequence[NDArray[np.bool_]],
+    keys: Sequence[int], firsts: Sequence[int], expert_ids: Sequence[NDArray[Any]], routed: Sequence[NDArray[np.bool_]]
 ) -> NDArray[np.uint64]:
     """Returns the checksum per MoE layer of sequences, at least one, or of parts of their rows: uint64 [L].
 

@@ -44,8 +44,9 @@ class Scored:
     know it."""
     own_ids: NDArray[np.int16]
     """int16 [S - 1, L, K], the routers' own choice on the hidden states of this pass."""
-    margins: NDArray[np.float32]
-    """float32 [S - 1, L], score of the last expert of `own_ids` less that of the next one."""
+    margins: NDArray[np.float32] | None
+    """float32 [S - 1, L], score of the last expert of `own_ids` less that of the next one; None if the scorer does not
+    know them."""
 
 
 class RolloutScorer(Protocol):

@@ -79,12 +79,8 @@ class Tallies:
         current_version: int = -1,
         label: str = "",
     ) -> None:
-        self._num_layers, self._num_experts, self._top_k = num_layers, num_experts, top_k
         self._classes, self._current, self._label = np.array(classes, dtype=object), current_version, label
-        self._rows_L, self._flips_L = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
-        self._jaccard_L = np.zeros(num_layers)
-        self._margins = np.zeros((2, num_layers))
-        self._margin_counts = np.zeros((2, num_layers), np.int64)
+        self.size(num_layers, num_experts, top_k)
         self._margin_samples: tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]] = ([], [])
         self._maps: dict[str, dict[int, NDArray[np.int64]]] = {"position": {}, "turn": {}, "step": {}}
         self._swaps: Counter[tuple[int, int, int]] = Counter()
@@ -92,6 +88,18 @@ class Tallies:
         self.num_rollouts = self.num_rows = 0
         self.d: list[NDArray[np.float32]] = []
         self.names: list[str] = []
+
+    def size(self, num_layers: int, num_experts: int, top_k: int) -> None:
+        """Sets the sizes of routes, before any are added."""
+        self._num_layers, self._num_experts, self._top_k = num_layers, num_experts, top_k
+        self._rows_L, self._flips_L = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
+        self._jaccard_L = np.zeros(num_layers)
+        self._margins = np.zeros((2, num_layers))
+        self._margin_counts = np.zeros((2, num_layers), np.int64)
+
+    def holds(self, ids: NDArray[np.integer]) -> bool:
+        """Returns True if routes [S - 1, L, K] are of the sizes that were set."""
+        return ids.shape[1:] == (self._num_layers, self._top_k) and int(ids.max(initial=0)) < self._num_experts
 
     # --- adding ------------------------------------------------------------------------------------------------------
 

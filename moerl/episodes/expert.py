@@ -11,7 +11,7 @@ from moerl.contract.episodes import AgentEndpoint, ExpertTask, Message, SampledT
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.episodes.session import Texts, require_room
-from moerl.errors import ConfigError, EpisodeError, MoerlError, as_config_error, closing
+from moerl.errors import ConfigError, EpisodeError, MoerlError, SessionOverError, as_config_error, closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,10 @@ class ExpertSession:
         return self.num_left <= 0
 
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SampledTurn:
+        if self.is_over:
+            raise SessionOverError(
+                "episode: a session that is over cannot sample", expected="a look at session.is_over"
+            )
         texts, text = self.rules.texts, self.rules.turn(self.agent_id, self.text)
         ends = [text.find(each) + len(each) for each in stop if each in text]
         text = text[: min(ends)] if ends else text

@@ -98,9 +98,9 @@ class JsonServer:
             except (ValueError, LookupError, RecursionError):
                 return _json(refusal("the body is no JSON of whole characters", "invalid_json"), 400)
             reply = await handler(request.method, request.path, body)
+            return await _events(request, reply) if reply.is_stream else _json(reply.content, reply.status)
         finally:
             tasks.discard(task)
-        return await _events(request, reply) if reply.is_stream else _json(reply.content, reply.status)
 
 
 def refusal(message: str, code: str) -> dict[str, Any]:

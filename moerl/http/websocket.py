@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,7 @@ import msgspec
 
 from moerl.http.client import NoAnswerError, decoded, no_time
 
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS, _CLOSE_SECONDS = 10.0, 1.0
 
 
 class JsonSocket:
@@ -26,20 +26,23 @@ class JsonSocket:
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._url, self._socket = url, socket
 
-    async def tell(self, message: Any) -> None:
-        """Sends a message that has no answer. Raises `NoAnswerError` if the connection has ended."""
+    async def tell(self, message: Any, seconds: float) -> None:
+        """Sends a message that has no answer. Raises `NoAnswerError` if the connection has ended, or takes none."""
         try:
-            await self._socket.send_str(json.dumps(message))
+            async with asyncio.timeout(seconds):
+                await self._socket.send_str(json.dumps(message))
+        except TimeoutError:
+            raise no_time(self._url, seconds) from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise _failed(self._url, f"{type(error).__name__}: {error}") from error
 
     async def ask(self, message: Any, seconds: float) -> Any:
-        """Sends a message and returns the next one that comes.
+        """Sends a message and returns the next one that comes. seconds: limit of sending, and of waiting for it.
 
         Raises:
-            NoAnswerError: none comes in time, or it is no JSON.
+            NoAnswerError: none is taken or comes in time, or it is no JSON.
         """
-        await self.tell(message)
+        await self.tell(message, seconds)
         try:
             async with asyncio.timeout(seconds):
                 answer = await self._socket.receive()
@@ -74,8 +77,13 @@ async def open_socket(url: str, *, max_bytes: int) -> AsyncIterator[JsonSocket]:
             raise _failed(url, f"{type(error).__name__}: {error}") from None
         except TimeoutError:
             raise no_time(url, _CONNECT_SECONDS) from None
-        async with socket:
+        try:
             yield JsonSocket(url, socket)
+        finally:
+            # Says goodbye to whoever still reads; the session then drops the connection.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await socket.close()
 
 
 async def _refuse_redirect(session: object, context: object, params: aiohttp.TraceRequestRedirectParams) -> None:

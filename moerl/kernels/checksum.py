@@ -11,7 +11,7 @@ behind its last row or column add nothing. It is not meant to resist an adversar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,14 @@ _BLOCK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Returns the checksum of each tensor by name, in [-2^63, 2^63). One transfer from the device for all of them."""
-    sums = {name: _sum(tensor) for name, tensor in tensors}
+def checksums(tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Returns the checksum of each tensor by name, in [-2^63, 2^63). One transfer from the device for all of them.
+
+    Args:
+        dtypes: names of the dtypes that tensors are rounded to first, by name; others stay as they are.
+    """
+    held = dtypes or {}
+    sums = {name: _sum(each.to(getattr(torch, held[name])) if name in held else each) for name, each in tensors}
     return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 

@@ -54,12 +54,7 @@ def kl_full(inputs: HeadInputs, reference: HeadInputs, rows: FullRows) -> Tensor
 class _WholeKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        weight_VpH: Tensor,
-        inputs: HeadInputs,
-        reference: HeadInputs,
-        rows: FullRows,
+        ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, inputs: HeadInputs, reference: HeadInputs, rows: FullRows
     ) -> Tensor:
         slabs, reference_slabs = Slabs.of(inputs.detach(), rows), Slabs.of(reference, rows)
         sums, reference_sums = (_device_sums if slabs.on_device else _sums)(slabs, reference_slabs)

@@ -69,8 +69,8 @@ def _meant_by(option: str, otherwise: str) -> str:
     return f"keys have no dashes, as in recipe=laptop; {otherwise}" if option.startswith("--") else otherwise
 
 
-def nats(text: str) -> float:
-    """Reads a difference of log-probs; argparse names this function if the text is none."""
+def not_negative(text: str) -> float:
+    """Reads a number from 0 on; argparse names this function if the text is none."""
     value = float(text)
     if not 0.0 <= value < math.inf:
         raise ValueError(text)
@@ -91,16 +91,6 @@ def whole(text: str) -> int:
     if value < 1:
         raise ValueError(text)
     return value
-
-
-def gib_size(text: str) -> float:
-    """Reads a size in GiB, above 0; argparse names this function if the text is none."""
-    return positive(text)
-
-
-def bandwidth(text: str) -> float:
-    """Reads GB per second, above 0; argparse names this function if the text is none."""
-    return positive(text)
 
 
 def page_path(output: Path) -> Path:
@@ -135,7 +125,7 @@ def verify_parser() -> Parser:
     add("--model", metavar="HF_DIR", required=True, help=model)
     add("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
     tolerance = f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said"
-    add("--tolerance", type=nats, default=TOLERANCE_NATS, metavar="NATS", help=tolerance)
+    add("--tolerance", type=not_negative, default=TOLERANCE_NATS, metavar="NATS", help=tolerance)
     return parser
 
 
@@ -189,12 +179,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             ("gather", "of a sender's link to other trainer ranks"),
             ("engine", "of its link to engines"),
         ):
-            add(f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said")
+            add(f"--{link}-gb-per-second", type=positive, default=50.0, metavar="GB", help=f"{text}, 50 if not said")
     if kind != "weights":
-        add("--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said")
+        add("--gpu-memory-gib", type=positive, default=80.0, metavar="GIB", help="memory of one device, 80 if not said")
     if kind == "memory":
         add("--gpus-per-node", type=whole, default=8, metavar="N", help="devices of one machine, 8 if not said")
-        add("--host-memory-gib", type=gib_size, metavar="GIB", help="memory of one machine; shown alone if not said")
+        add("--host-memory-gib", type=positive, metavar="GIB", help="memory of one machine; shown alone if not said")
     if kind == "run":
         add("--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run")
         for name, value, unit, text in (
@@ -207,7 +197,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             ("tool-seconds", 0.0, "N", "mean time of the environment between two turns"),
             ("tool-tokens", 0.0, "N", "tokens that the environment writes between two turns"),
         ):
-            add(f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said")
+            number = positive if value else not_negative
+            add(f"--{name}", type=number, default=value, metavar=unit, help=f"{text}, {value:g} if not said")
 
 
 def examples_text(examples: Mapping[str, str], most: int | None = None) -> str:

@@ -81,7 +81,7 @@ def _install(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     environment = options.env.resolve()
     patches = verify_installation(site_packages(environment))
-    print(f"sglang {patches.version} in {environment}: the release with these patches and no other change")
+    print(f"sglang {patches.version} in {environment}: the release with these patches in files without other changes")
     _list_patches(patches)
     if options.server is not None:
         facts = asyncio.run(_shake_hands(options.server))

@@ -75,10 +75,7 @@ _COLUMNS = (
     _Column("waiting", "groups/waiting", "{:,.0f}", 9, "finished groups of responses in the queue"),
     _Column("seconds", "seconds/step", "{:,.1f}", 10, "of the step"),
 )
-_LINES = (
-    _Column("quarantined", _QUARANTINED, "{:,.0f}", 0, ""),
-    _Column("tokens/s", _SPEED, "{:,.0f}", 0, ""),
-)
+_LINES = (_Column("quarantined", _QUARANTINED, "{:,.0f}", 0, ""), _Column("tokens/s", _SPEED, "{:,.0f}", 0, ""))
 """Figures with a line of their own on the screen."""
 
 

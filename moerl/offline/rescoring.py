@@ -83,13 +83,7 @@ class TransformersScorer:
     offers_top_ps = True
 
     def __init__(
-        self,
-        held: HeldModels,
-        model: ModelDescription,
-        *,
-        dtype: torch.dtype,
-        name: str,
-        version: int | None,
+        self, held: HeldModels, model: ModelDescription, *, dtype: torch.dtype, name: str, version: int | None
     ) -> None:
         self._held, self._description, self._dtype, self._device = held, model, dtype, held.device
         self.name, self.version, self.spec = name, version, model.spec

@@ -58,7 +58,7 @@ class TrainerScorer:
         self._trainer, self.spec, self.name, self.version = trainer, spec, name, version
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
-        """Scores as `RolloutScorer` says; margins are zeros, and `own_ids` come from a pass with free routers.
+        """Scores as `RolloutScorer` says; without margins; `own_ids` come from a pass with free routers.
 
         Raises:
             ContractError: a rollout breaks the data contract. ReplayError: recorded routing was not enforced.
@@ -71,8 +71,7 @@ class TrainerScorer:
             kept_TF = np.stack([kept[index] for kept, _ in by_factor], 1)
             full_TF = np.stack([full[index] for _, full in by_factor], 1)
             mass_T = np.exp(np.minimum(0.0, full_TF[:, 0] - kept_TF[:, 0]))
-            margins = np.zeros(own_ids.shape[:2], np.float32)
-            scored.append(Scored(kept_TF, full_TF, np.zeros((len(kept_TF), 0)), mass_T, None, own_ids, margins))
+            scored.append(Scored(kept_TF, full_TF, np.zeros((len(kept_TF), 0)), mass_T, None, own_ids, None))
         return scored
 
     def _logprobs(

@@ -219,7 +219,13 @@ def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: P
         if not rollout.trainer_logprobs:
             unusable.add("no log-probs of the trainer, and no model to score with", rollout.name)
             continue
-        tallies = tallies or _tallies_for(rollout)
+        tallies = tallies or Tallies(0, 1, 1)
+        if rollout.trainer_expert_ids is not None and rollout.expert_ids is not None:
+            if not tallies.num_rows:
+                tallies.size(*_sizes(rollout.trainer_expert_ids, rollout.expert_ids))
+            if not (tallies.holds(rollout.trainer_expert_ids) and tallies.holds(rollout.expert_ids)):
+                unusable.add("routes of other sizes than those of the first rollout that has them", rollout.name)
+                continue
         layers = tallies.add(rollout, rollout.trainer_expert_ids, sampled_gaps(rollout))
         total += 1
         num_tokens += len(rollout)
@@ -241,14 +247,11 @@ def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: P
     return report_of_policies(sample, tallies, _facts(dumps, options.dumps, unusable, total, total), differing)
 
 
-def _tallies_for(rollout: DumpedRollout) -> Tallies:
-    """Makes tallies for dumps like that of a rollout. A dump does not say how many experts there are: as many as the
-    ids need, rounded up to a power of two, 64 at least."""
-    if rollout.trainer_expert_ids is None or rollout.expert_ids is None:
-        return Tallies(0, 1, 1)
-    largest = max(int(rollout.trainer_expert_ids.max()), int(rollout.expert_ids.max()))
-    experts = max(64, 1 << int(largest).bit_length())
-    return Tallies(rollout.trainer_expert_ids.shape[1], experts, rollout.trainer_expert_ids.shape[2])
+def _sizes(ids: NDArray[np.integer], others: NDArray[np.integer]) -> tuple[int, int, int]:
+    """Returns layers, experts and experts per token of routes [S - 1, L, K]. A dump does not say how many experts there
+    are: as many as the ids need, rounded up to a power of two, 256 at least."""
+    largest = max(int(ids.max(initial=0)), int(others.max(initial=0)))
+    return ids.shape[1], max(256, 1 << largest.bit_length()), ids.shape[2]
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from moerl.buffer.turns import KeptTurn, KeptTurns
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
-from moerl.orchestration.outcome import RolloutOutcome, finished_group
+from moerl.orchestration.outcome import NO_ANSWER, RolloutOutcome, finished_group
 from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.selection import accuracy_of, check_fills_up, num_episodes
 from moerl.orchestration.source import GroupPlan
@@ -123,7 +123,8 @@ class GroupSource:
         if self.limits.drops:
             for number in self._queue.numbers(GroupState.FINISHED):
                 if max(age(self.version, _versions(t)) for t in self._finished[number].kept) > self.limits.max_age:
-                    self._leave_out(self._finished.pop(number).group, "stale")
+                    waiting = self._finished.pop(number)
+                    self._leave_out(waiting.group, waiting.kept, "stale")
         return self._queue.take()
 
     def trained(self) -> None:
@@ -209,7 +210,9 @@ class GroupSource:
         there = [number for number in numbers if number in self._recovered]
         for number in there:
             group = self._recovered.pop(number)
-            self._collector.quarantine.count_again(len(group.trajectories), group.refused.values())
+            # Rollouts without an answer never were in quarantine.
+            refused = [why for why in group.refused.values() if why != NO_ANSWER]
+            self._collector.quarantine.count_again(len(group.trajectories), refused)
             self._finish(group)
             numbers.remove(number)
         for number in numbers:
@@ -296,18 +299,18 @@ class GroupSource:
             self._finished[group.number] = _Waiting(group, kept)
             self._queue.finish(group.number)
         else:
-            self._leave_out(group, reason)
+            self._leave_out(group, group.trajectories, reason)
         self._flow.sampling(self._queue.count(GroupState.RUNNING))
         self._state.notify_all()
 
-    def _leave_out(self, group: FinishedGroup, reason: str) -> None:
-        """Frees the slot of a group that is not trained. reason: that of the ledger; empty if all rollouts of the group
-        were refused or left out one by one."""
+    def _leave_out(self, group: FinishedGroup, left: Sequence[Trajectory], reason: str) -> None:
+        """Frees the slot of a group that is not trained. left: its trajectories that are not yet counted as left out.
+        reason: that of the ledger; empty if all rollouts of the group were refused or left out one by one."""
         self._queue.filter(group.number)
         self._count_left_out(group)
         if reason:
             self.ledger.filter(group.number, reason)
-        self._flow.leave_out(sum(trajectory.num_sampled for trajectory in group.trajectories))
+        self._flow.leave_out(sum(trajectory.num_sampled for trajectory in left))
 
     def _count_left_out(self, group: FinishedGroup) -> None:
         for why in group.refused.values():

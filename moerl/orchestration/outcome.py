@@ -10,6 +10,9 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.quarantine import Refusal
 from moerl.contract.trajectory import Trajectory
 
+NO_ANSWER = "no_answer"
+"""Reason against a rollout that the engine did not answer."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutOutcome:
@@ -35,7 +38,7 @@ class RolloutOutcome:
 def finished_group(
     number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]
 ) -> FinishedGroup:
-    """Returns a group whose rollouts have all ended. A rollout without an outcome counts as refused, `no_answer`."""
+    """Returns a group whose rollouts have all ended. A rollout without an outcome counts as refused, `NO_ANSWER`."""
     ids = [request.lineage.rollout_id for request in requests]
     order = {rollout_id: place for place, rollout_id in enumerate(ids)}
     filtered = {outcome.rollout_id: outcome.filtered for outcome in outcomes if outcome.filtered}
@@ -44,5 +47,5 @@ def finished_group(
     ended = {*filtered, *(outcome.rollout_id for outcome in trained)}
     # Training does not depend on which rollout finished first.
     trained.sort(key=lambda outcome: order[outcome.rollout_id])
-    refused = {rollout_id: refused.get(rollout_id, "no_answer") for rollout_id in ids if rollout_id not in ended}
+    refused = {rollout_id: refused.get(rollout_id, NO_ANSWER) for rollout_id in ids if rollout_id not in ended}
     return FinishedGroup(number, [t for outcome in trained for t in outcome.trajectories], refused, filtered)

@@ -90,7 +90,7 @@ class EpisodeGate:
                 filtered = str(Reason.EPISODE_LIMITED)
         if has_failed:
             self.count("episode/failed")
-            if not filtered and self.rules.when_failed == "filter":
+            if not filtered and error is episode.error and self.rules.when_failed == "filter":
                 filtered = str(Reason.EPISODE_FAILED)
             if filtered:
                 return RolloutOutcome(name, filtered=filtered)

@@ -31,11 +31,7 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     if torch.cuda.is_available():
         check_gpus(start.local_ranks, _gpus_of_servers(config), torch.cuda.device_count())
     layout = groups.start(
-        rank=start.rank,
-        rendezvous=start.rendezvous,
-        dims=config.parallel.dims,
-        seed=config.seed,
-        listener=listener,
+        rank=start.rank, rendezvous=start.rendezvous, dims=config.parallel.dims, seed=config.seed, listener=listener
     )
     return Worker(config, layout, watch)
 

@@ -127,11 +127,7 @@ class WeightSync:
 
 
 def _sink(
-    config: RankConfig,
-    rank: int,
-    senders: Sequence[int],
-    engine: PolicyEngine | None,
-    receiver: ReceiverAddress | None,
+    config: RankConfig, rank: int, senders: Sequence[int], engine: PolicyEngine | None, receiver: ReceiverAddress | None
 ) -> WeightSink:
     """Returns the sink to which the sender `rank` hands its part of the weights."""
     if config.weights.transport == "disk":

@@ -42,7 +42,7 @@ from moerl.rollout.recorded import CudaGraphs, Unrecorded
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate
 from moerl.rollout.sampler import RowParams, seeded_uniforms
-from moerl.rollout.schedule import Schedule
+from moerl.rollout.schedule import Schedule, asked_now
 from moerl.rollout.slots import SlotTable
 from moerl.rollout.steps import Draw, HostSteps, Prompts
 from moerl.rollout.stream import EngineStream, Take
@@ -250,7 +250,7 @@ class EmbeddedEngine:
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),
             cache=self._steps.cache(num_slots, max_tokens),
-            asked_at=time.perf_counter(),
+            asked_at=asked_now(waiting),
         )
         with self._lock:
             if self._run is not None:
@@ -287,12 +287,14 @@ class EmbeddedEngine:
         aborted, run.aborted_ids = run.aborted_ids, set()
         self.unfinished += [r.lineage.rollout_id for r in run.waiting if r.lineage.rollout_id in aborted]
         run.waiting = deque(r for r in run.waiting if r.lineage.rollout_id not in aborted)
+        run.asked_at = {name: asked_at for name, asked_at in run.asked_at.items() if name not in aborted}
         done = np.array([r.lineage.rollout_id in aborted for r in run.table.requests], np.bool_)
         return self._leave(run, done, [FinishReason.ABORT] * int(done.sum()))
 
     def _prefill(self, run: Schedule, count: int) -> None:
         """Runs `count` waiting prompts, each once, and samples their first tokens."""
-        rows = run.table.admit([run.waiting.popleft() for _ in range(count)], run.asked_at)
+        admitted = [run.waiting.popleft() for _ in range(count)]
+        rows = run.table.admit(admitted, [run.asked_at.pop(each.lineage.rollout_id) for each in admitted])
         run.params = None
         lengths_m = run.table.lengths[rows]
         longest, device = int(lengths_m.max()), self._model.device

@@ -12,6 +12,7 @@ from moerl.config.rollouts import ServedRolloutConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, undoing
+from moerl.kernels.checksum import checksums
 from moerl.machine.model_files import stored_tensors
 from moerl.models.description import ModelDescription
 from moerl.rollout.beside.engine import BesideEngine
@@ -28,12 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def embedded_engine(
-    model: ModelDescription,
-    *,
-    dtype: str,
-    max_running: int,
-    version: int = -1,
-    on_device: DeviceOptions | None = None,
+    model: ModelDescription, *, dtype: str, max_running: int, version: int = -1, on_device: DeviceOptions | None = None
 ) -> EmbeddedEngine:
     """Makes an embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
 
@@ -69,7 +65,7 @@ def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineO
     connect = kind.connect(facts, options)
     engine = FleetEngine(launchers, connect, facts, options, run.version if is_ours else -1)
     if not is_ours and run.version >= 0:
-        _send_folder(engine, model.folder, run.version, options)
+        send_folder(engine, model.folder, run.version, options)
     return engine
 
 
@@ -79,10 +75,11 @@ def engine_memory(engine: PolicyEngine) -> int:
     return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
 
 
-def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
-    """Sends the weights of a folder to servers that others started: their version label alone does not prove that they
-    have these weights."""
+def send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
+    """Sends the weights of a folder to servers that others started, and has them checked: their version label alone
+    does not prove that they have these weights."""
     with undoing(engine.close):  # leaves the servers
+        dtypes, sent = engine.held_dtypes(), dict[str, int]()
         engine.begin_update(WeightUpdate(version, UpdateKind.FULL, options.shapes))
         for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
@@ -95,4 +92,6 @@ def _send_folder(engine: FleetEngine, folder: Path, version: int, options: Engin
                     remedy="let the run start its own server: rollout=sglang",
                 )
             engine.receive(tensors.items())
+            sent |= checksums(tensors.items(), dtypes)
         engine.end_update()
+        engine.verify(sent)

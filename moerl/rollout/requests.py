@@ -48,7 +48,7 @@ def _faults(request: RolloutRequest, vocab_size: int, max_positions: int) -> Ite
         yield "max_new_tokens", num_new, "at least 1"
     # The last sampled token is never fed to the model.
     if num_prompt + num_new - 1 > max_positions:
-        expected = f"at most {max_positions} inputs, the model's max_position_embeddings"
+        expected = f"at most {max_positions} inputs, which model or servers have room for"
         yield "prompt_ids and max_new_tokens", f"{num_prompt} + {num_new} tokens", expected
     for field, ids in (("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):

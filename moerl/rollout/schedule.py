@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moerl.config.engine_memory import PREFILL_TOKENS
@@ -34,8 +34,8 @@ class Schedule:
     """Running rows."""
     cache: SlotCache
     """Keys and values of the running rows."""
-    asked_at: float
-    """Time at which requests began to wait that have not all been admitted since; seconds, perf_counter."""
+    asked_at: dict[str, float]
+    """Time at which each waiting request was asked for, by rollout id; seconds, perf_counter."""
     params: RowParams | None = None
     """Sampling parameters of the running rows; None if the rows have changed."""
     aborted_ids: set[str] = field(default_factory=set)
@@ -45,8 +45,7 @@ class Schedule:
         """Lets requests wait for slots, which get room for them."""
         if not requests:
             return
-        if not self.waiting:
-            self.asked_at = time.perf_counter()
+        self.asked_at |= asked_now(requests)
         self.waiting.extend(requests)
         # In steps: each time it grows, everything is copied.
         max_tokens = -(-room_for(requests) // _ROOM_TOKENS) * _ROOM_TOKENS
@@ -70,3 +69,8 @@ class Schedule:
                 break
             count += 1
         return count
+
+
+def asked_now(requests: Iterable[RolloutRequest]) -> dict[str, float]:
+    """Returns the time now for each request, by rollout id; seconds, perf_counter."""
+    return dict.fromkeys((each.lineage.rollout_id for each in requests), time.perf_counter())

@@ -41,7 +41,7 @@ class Occupant:
     request: RolloutRequest
     """Request of the row."""
     asked_at: float
-    """Time at which it was asked for, or earlier, if others waited then."""
+    """Time at which it was asked for."""
     admitted_at: float
     """Time at which it got the slot."""
 
@@ -125,12 +125,12 @@ class SlotTable:
         """The running requests, in slot order."""
         return [occupant.request for occupant in self._occupants]
 
-    def admit(self, requests: Sequence[RolloutRequest], asked_at: float) -> slice:
-        """Puts the requests into the next free slots, in order; returns those slots."""
+    def admit(self, requests: Sequence[RolloutRequest], asked_at: Sequence[float]) -> slice:
+        """Puts the requests into the next free slots, in order; returns those slots. asked_at: time of each."""
         now = time.perf_counter()
         first = self.num_running
-        for slot, request in enumerate(requests, start=first):
-            self._occupants.append(Occupant(request, asked_at, now))
+        for slot, (request, asked) in enumerate(zip(requests, asked_at, strict=True), start=first):
+            self._occupants.append(Occupant(request, asked, now))
             num_prompt = len(request.prompt_ids)
             self.lengths[slot] = num_prompt
             self._max_lengths[slot] = num_prompt + request.max_new_tokens

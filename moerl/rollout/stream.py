@@ -48,9 +48,7 @@ class CallStream:
     """
 
     def __init__(
-        self,
-        put: Callable[[Sequence[RolloutRequest] | None], None],
-        records: Generator[list[RolloutRecord]],
+        self, put: Callable[[Sequence[RolloutRequest] | None], None], records: Generator[list[RolloutRecord]]
     ) -> None:
         self._put, self._records = put, records
 

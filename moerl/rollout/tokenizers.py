@@ -86,10 +86,7 @@ def build_tokenizer(
             remedy=f"set model.architecture.vocab_size={tokenizer.get_vocab_size()} or more",
         )
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD_TOKEN,
-        eos_token=end,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=end, clean_up_tokenization_spaces=False
     )
     if chats:
         made.chat_template = CHAT_TEMPLATE

@@ -98,7 +98,7 @@ async def connect(url: str, seconds: float) -> AsyncIterator[Environment]:
     """Opens a session with a server. seconds: limit of each answer. Raises `NoAnswerError` if nobody answers."""
     async with open_socket(f"{url.rstrip('/')}/ws", max_bytes=MAX_ANSWER_BYTES) as socket:
         yield Environment(socket, seconds)
-        await socket.tell({"type": "close"})
+        await socket.tell({"type": "close"}, seconds)
 
 
 class OpenEnvTask(SeedsTask[OpenEnvTaskConfig]):

@@ -6,8 +6,8 @@ import re
 
 PEAK_FLOPS = {
     r"A100|A800": 312e12,
-    r"H100 PCIe": 756e12,
-    r"H100 NVL": 835e12,
+    r"H100 PCIe|H800 PCIe": 756e12,
+    r"H100 NVL|H200 NVL": 835e12,
     r"H100 80GB HBM3|H800|H200|GH200": 989e12,
     r"H20": 148e12,
     r"B200": 2250e12,

@@ -81,12 +81,7 @@ def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) ->
     assert url.port is not None
     # Rank 0's socket is open already: no other process can take its port. It listens at one address only.
     return dist.TCPStore(
-        url.hostname,
-        url.port,
-        world_size,
-        is_master=rank == 0,
-        timeout=COLLECTIVE_TIMEOUT,
-        master_listen_fd=listener,
+        url.hostname, url.port, world_size, is_master=rank == 0, timeout=COLLECTIVE_TIMEOUT, master_listen_fd=listener
     )
 
 

@@ -49,12 +49,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        config: Any,
-        options: OptimizerConfig,
-        total_steps: int,
-        state: StateOptions,
+        self, chunks: Sequence[nn.Module], config: Any, options: OptimizerConfig, total_steps: int, state: StateOptions
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import get_megatron_optimizer

@@ -207,7 +207,7 @@ class BucketSender:
         self.checksums |= (
             dict.fromkeys(entry.name for entry in bucket.bucket.entries)
             if self._dtypes is None
-            else checksums(_cast(bucket, self._dtypes))
+            else checksums(bucket, self._dtypes)
         )
         self.num_bytes += bucket.bucket.num_bytes
         self.send_seconds += time.perf_counter() - start
@@ -229,9 +229,3 @@ def _refuse_infinite(bucket: WeightBucket) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     """Returns True if smallest and largest value are finite; unlike `isfinite` this needs no memory."""
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
-
-
-def _cast(bucket: WeightBucket, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in the dtypes of the engine."""
-    for name, tensor in bucket:
-        yield name, tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor

@@ -10,16 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 from chat_streams import ask
-from conformance_cases import (
-    TIED,
-    Build,
-    Engine,
-    Subject,
-    checkpoint,
-    forward,
-    log_softmax,
-    make_requests,
-)
+from conformance_cases import TIED, Build, Engine, Subject, checkpoint, forward, log_softmax, make_requests
 from episode_texts import TEXTS
 from full_updates import send
 from transformers import Qwen3MoeForCausalLM

@@ -29,11 +29,7 @@ def test_few_slots_give_what_many_slots_give(build: Build, max_running: int):
 def test_other_seeds_give_other_tokens(build: Build):
     request = make_requests(1)[0]
     copies = [
-        replace(
-            request,
-            lineage=replace(request.lineage, rollout_id=f"c{i}"),
-            sampling=SamplingParams(seed=i),
-        )
+        replace(request, lineage=replace(request.lineage, rollout_id=f"c{i}"), sampling=SamplingParams(seed=i))
         for i in range(8)
     ]
     drawn = {tuple(t.token_ids.tolist()) for t in collect(build(), copies).values()}

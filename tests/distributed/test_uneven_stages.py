@@ -97,10 +97,7 @@ def train(layout: Any, path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("pipeline", "moe_layers"),
-    [
-        (2, [[0, 1], [2, 3]]),
-        pytest.param(3, [[0], [1, 2], [3]], marks=pytest.mark.distributed),
-    ],
+    [(2, [[0, 1], [2, 3]]), pytest.param(3, [[0], [1, 2], [3]], marks=pytest.mark.distributed)],
 )
 def test_steps_with_uneven_stages_equal_those_of_one_process(
     pipeline: int, moe_layers: list[list[int]], five_layers: Path, one_process: Ranks, request: pytest.FixtureRequest

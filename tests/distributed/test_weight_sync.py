@@ -96,12 +96,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any], *, whole: bool)
 
 @pytest.mark.parametrize(("name", "dtype", "world_size", "sizes"), CASES)
 def test_both_ways_of_gathering_give_the_bridges_export(
-    name: str,
-    dtype: str,
-    world_size: int,
-    sizes: dict[str, int],
-    tmp_path: Path,
-    processes: Callable[[int], Ranks],
+    name: str, dtype: str, world_size: int, sizes: dict[str, int], tmp_path: Path, processes: Callable[[int], Ranks]
 ):
     families.write_model(tmp_path, FAMILIES[name], seed=3)
     results = processes(world_size).run(gather_both_ways, tmp_path, FAMILIES[name].spec(), dtype, **sizes)

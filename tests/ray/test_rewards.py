@@ -138,10 +138,7 @@ def test_a_function_that_hangs_on_a_node_is_ended_and_named_with_it(sums: Sums, 
 def test_a_run_goes_on_where_a_node_with_reward_processes_is_lost(sums: Sums) -> None:
     run_dir = sums.folder / "run"
     keys = ("task.reward=noting:slow", "task.reward_workers=4", "rl.steps=12")
-    with (
-        NodesOfRay(1, 0) as cluster,
-        training(sums, run_dir, *keys, *on(cluster), variables=cluster.variables) as run,
-    ):
+    with NodesOfRay(1, 0) as cluster, training(sums, run_dir, *keys, *on(cluster), variables=cluster.variables) as run:
         eventually(lambda: run.poll() is not None or len(nodes_of(sums)) == 2, seconds=LONG)
         assert run.poll() is None, output_of(run_dir)
         cluster.remove_node()

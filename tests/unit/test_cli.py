@@ -182,10 +182,10 @@ def test_help_and_errors_need_no_torch(tmp_path: Path):
     ("arguments", "part"),
     [
         (["trian"], "unknown command; seen: trian"),
-        (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid gib_size value: '0'"),
-        (["plan", "weights", "--engine-gb-per-second=0"], "--engine-gb-per-second: invalid bandwidth value: '0'"),
+        (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid positive value: '0'"),
+        (["plan", "weights", "--engine-gb-per-second=0"], "--engine-gb-per-second: invalid positive value: '0'"),
         (["verify", "dump.parquet"], "the following arguments are required: --model"),
-        (["verify", "dump.parquet", "--model=m", "--tolerance=nan"], "--tolerance: invalid nats value: 'nan'"),
+        (["verify", "dump.parquet", "--model=m", "--tolerance=nan"], "--tolerance: invalid not_negative value: 'nan'"),
         (["train", "--fast"], "unrecognized arguments: --fast"),
         (["train", "seed=x"], "seed: wrong value"),
         (["eval", "recipe=tiny"], "model.path: moerl eval needs trained weights"),

@@ -11,15 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from named_things import (
-    ROOT,
-    make_targets,
-    unknown_commands,
-    unknown_files,
-    unknown_keys,
-    unknown_names,
-    unknown_tests,
-)
+from named_things import ROOT, make_targets, unknown_commands, unknown_files, unknown_keys, unknown_names, unknown_tests
 
 from moerl.cli import main
 from moerl.config.compose import config_groups

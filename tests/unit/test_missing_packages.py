@@ -125,9 +125,7 @@ def test_every_command_is_tried() -> None:
     assert set(REACH) == COMMAND_NAMES
 
 
-def test_no_command_ends_in_a_traceback_without_the_heavy_packages(
-    without_torch: Done,
-) -> None:
+def test_no_command_ends_in_a_traceback_without_the_heavy_packages(without_torch: Done) -> None:
     for command, (status, _, errors) in without_torch.items():
         assert status != "raised", f"{command}: {errors}"
         assert "Traceback" not in errors, f"{command}: {errors}"
@@ -135,9 +133,7 @@ def test_no_command_ends_in_a_traceback_without_the_heavy_packages(
             assert errors.splitlines()[-1].startswith("error: "), f"{command}: {errors}"
 
 
-def test_help_plans_and_dry_runs_work_without_the_heavy_packages(
-    without_torch: Done,
-) -> None:
+def test_help_plans_and_dry_runs_work_without_the_heavy_packages(without_torch: Done) -> None:
     work = {"--help", *(f"{name} --help" for name in COMMAND_NAMES), *(REACH[name] for name in WORK)}
     assert {command: without_torch[command][2] for command in work if without_torch[command][0] != 0} == {}
 
@@ -187,9 +183,7 @@ def test_a_command_names_the_extra_that_it_needs(without_extras: Done) -> None:
         assert f"else pip install the wheel of moerl with its extra `{extra}`" in errors, errors
 
 
-def test_doctor_lists_what_is_missing_and_does_not_fail_itself(
-    without_torch: Done,
-) -> None:
+def test_doctor_lists_what_is_missing_and_does_not_fail_itself(without_torch: Done) -> None:
     status, shown, errors = without_torch[REACH["doctor"]]
     assert status == 1, errors
     assert "red     accelerators | torch: " in shown

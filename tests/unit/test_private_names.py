@@ -62,9 +62,7 @@ PRIVATE = (
     Private(_ROPE, "_apply_rotary_pos_emb_bshd", ("t", "freqs"), ("rotary_interleaved", "mla_rotary_interleaved")),
     Private(_ROPE, "_apply_rotary_pos_emb_thd", ("t", "cu_seqlens", "freqs"), ("cp_group", "multi_latent_attention")),
     Private(
-        _P2P,
-        "P2PCommunicator._communicate_shapes",
-        ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+        _P2P, "P2PCommunicator._communicate_shapes", ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
     ),
     Private(_P2P, "_p2p_ops", named=(*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")),
     Private(

@@ -35,8 +35,7 @@ def test_a_docstring_that_begins_with_a_banned_word_is_found(text: str, line: in
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['"""Whereabouts of a run."""\n', '"""Offers it."""\n', 'SIZE = "what"\n', 'f()\n"""what"""\n', '""""""\n'],
+    "text", ['"""Whereabouts of a run."""\n', '"""Offers it."""\n', 'SIZE = "what"\n', 'f()\n"""what"""\n', '""""""\n']
 )
 def test_other_texts_pass(text: str, check_words: Any):
     assert list(check_words.riddles(text)) == []

@@ -85,12 +85,7 @@ class _State:
 
 
 def search_routes(
-    rollouts: Sequence[DumpedRollout],
-    of_R: NDArray[np.bool_],
-    own: OwnIds,
-    num_experts: int,
-    judge: Judge,
-    label: str,
+    rollouts: Sequence[DumpedRollout], of_R: NDArray[np.bool_], own: OwnIds, num_experts: int, judge: Judge, label: str
 ) -> list[Fault]:
     """Returns all faults of the routes of some rollouts, at least one, each with a record; a repair takes back its
     fault and those before it.

@@ -51,10 +51,7 @@ _TRAINED = "as trained"
 _SAMPLED = ("reward", "accuracy", "response", "groups", "episode", "turn")
 """First words of metrics of sampled responses."""
 _LEARNING = {
-    "Reward": {
-        "reward/mean": "sampled for training",
-        "evaluation/reward/mean": "greedy, dev problems",
-    },
+    "Reward": {"reward/mean": "sampled for training", "evaluation/reward/mean": "greedy, dev problems"},
     "Accuracy": {
         "accuracy/mean": "sampled for training",
         "evaluation/accuracy/mean": "greedy, dev problems",

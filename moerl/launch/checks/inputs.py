@@ -201,7 +201,7 @@ def look_at_environment(facts: Facts) -> str | Note:
         )
     patches = verify_installation(site_packages(environment))
     check_server_args(environment, rollout.server_args)
-    return f"{environment}: sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
+    return f"{environment}: sglang {patches.version} for {device}, patches {patches.fingerprint}: as released else"
 
 
 def _unseen_environment(facts: Facts, environment: Path) -> Note:

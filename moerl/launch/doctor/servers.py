@@ -43,7 +43,7 @@ def check_environment(environment: Path, *, has_gpus: bool) -> Check:
     if device == "cuda" and not has_gpus:
         remedy = "moerl sglang install --device cpu --env DIR; or run on a machine with GPUs"
         return Check(AREA, name, "yellow", f"{environment}: made for GPUs", "one for this machine, of CPUs", remedy)
-    said = f"sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
+    said = f"sglang {patches.version} for {device}, patches {patches.fingerprint}: as released else"
     return green(AREA, name, said)
 
 

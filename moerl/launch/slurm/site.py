@@ -45,7 +45,7 @@ def _option(line: str) -> str:
     if re.search(r"[\"'\\#]", line):
         raise ValueError("a value without quotes, backslashes and #")
     if name[1] in OURS:
-        raise ValueError(f"an option that neither another key nor the job sets; --{name[1]} is set by one")
+        raise ValueError(f"an option that neither another key nor the job decides; --{name[1]} is decided by one")
     return line
 
 

@@ -8,10 +8,7 @@ import ray as _ray  # pyright: ignore[reportMissingImports]
 import ray.exceptions as _exceptions  # pyright: ignore[reportMissingImports]
 import ray.util as _util  # pyright: ignore[reportMissingImports]
 from ray._private.authentication import authentication_utils as _tokens  # pyright: ignore[reportMissingImports]
-from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 ray: Any = _ray
 util: Any = _util

@@ -16,13 +16,7 @@ from typing import Any
 import msgspec
 
 from moerl.contract.commands import ReceiverAddress
-from moerl.contract.ports import (
-    EngineInfo,
-    ReportedLayers,
-    RolloutRecord,
-    RolloutRequest,
-    SamplingCosts,
-)
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.contract.wire import decode_records
 from moerl.errors import EngineError, WeightSyncError, undoing

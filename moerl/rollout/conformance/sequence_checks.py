@@ -256,9 +256,7 @@ def _demand_versions(answer: Answer, known: tuple[int, ...]) -> np.ndarray:
     versions = np.asarray(answer.versions)
     if not np.isin(versions, known).all() or (np.diff(versions) < 0).any():
         raise FailedCheckError(
-            "weight versions of a request",
-            seen=versions.tolist(),
-            expected=", then ".join(map(str, known)),
+            "weight versions of a request", seen=versions.tolist(), expected=", then ".join(map(str, known))
         )
     return versions
 

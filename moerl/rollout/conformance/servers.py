@@ -92,7 +92,7 @@ class ServerSubject:
 
     def abort_midway(self, asks: Sequence[Ask]) -> list[Answer | None]:
         if not self._endpoint.admin_key:
-            raise CannotAskError("aborts need the admin key: give the server's server.json, or --keys FILE")
+            raise CannotAskError("aborts need the admin key: give the server's server.json")
         return over_http(self._endpoint, self._seconds, lambda http: self._cut(http, asks))
 
     def across_update(self, asks: Sequence[Ask]) -> AcrossUpdate:

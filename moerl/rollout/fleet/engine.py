@@ -16,13 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moerl.contract.commands import Target
-from moerl.contract.ports import (
-    EngineInfo,
-    ReportedLayers,
-    RolloutRecord,
-    RolloutRequest,
-    SamplingCosts,
-)
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest, SamplingCosts
 from moerl.contract.weight_update import WeightUpdate, check_update, require_open
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.processes.loop_thread import LoopThread

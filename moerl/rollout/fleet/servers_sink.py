@@ -30,12 +30,7 @@ class ServersSink:
     """
 
     def __init__(
-        self,
-        open_channel: Callable[[Target], WeightChannel],
-        bucket_bytes: int,
-        *,
-        keeps_copy: bool,
-        together: bool,
+        self, open_channel: Callable[[Target], WeightChannel], bucket_bytes: int, *, keeps_copy: bool, together: bool
     ) -> None:
         weight_set = WeightSet({}, keeps_copy=keeps_copy)
         self._sender = Sender(weight_set, open_channel, bucket_bytes, together=together)

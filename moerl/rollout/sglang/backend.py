@@ -12,14 +12,7 @@ import torch
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.fleet.backend import (
-    Attempt,
-    AttemptReply,
-    AttemptResult,
-    ModelFacts,
-    TransportError,
-    new_request_id,
-)
+from moerl.rollout.fleet.backend import Attempt, AttemptReply, AttemptResult, ModelFacts, TransportError, new_request_id
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.sglang.answers import cached_tokens, finish_reason, read_segment, sampled_answer, version_spans

@@ -197,10 +197,7 @@ def _require_released(site: Path, version: str, contents: Mapping[str, str | Non
             seen = "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
         if seen != expected:
             raise EngineError(
-                f"SGLang in {site}: {path} is not as released",
-                seen=seen,
-                expected=expected,
-                remedy=_FRESH,
+                f"SGLang in {site}: {path} is not as released", seen=seen, expected=expected, remedy=_FRESH
             )
 
 

@@ -47,10 +47,7 @@ def read_rows(path: Path, key: str = "task.path") -> Iterator[tuple[int, dict[st
 def _read_row(key: str, path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(
-            line.decode(),
-            object_pairs_hook=_unrepeated,
-            parse_float=_finite,
-            parse_constant=_refuse_constant,
+            line.decode(), object_pairs_hook=_unrepeated, parse_float=_finite, parse_constant=_refuse_constant
         )
         check_depth(row)
         # Escapes can spell half a surrogate pair, which no tokenizer and no later file takes.
@@ -85,8 +82,5 @@ def _refuse_constant(name: str) -> NoReturn:
 def bad_line(key: str, path: Path, number: int, seen: str, expected: str) -> ConfigError:
     """Returns the error for a line of a file."""
     return ConfigError(
-        f"{key}: bad line {path}:{number}",
-        seen=seen,
-        expected=expected,
-        remedy="correct or remove the line",
+        f"{key}: bad line {path}:{number}", seen=seen, expected=expected, remedy="correct or remove the line"
     )

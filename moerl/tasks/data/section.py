@@ -143,8 +143,5 @@ def check_place(data: DataSet) -> None:
         )
     if data.path is not None and not data.path.exists():
         raise ConfigError(
-            f"{data.of('path')}: no such file or directory",
-            seen=data.path,
-            expected="rows",
-            remedy="check the path",
+            f"{data.of('path')}: no such file or directory", seen=data.path, expected="rows", remedy="check the path"
         )

@@ -16,13 +16,7 @@ from packing_samples import sample, text
 from routing_sums import routing_checksums
 
 from moerl.batching.cost import SequenceCost
-from moerl.batching.packing import (
-    PackOptions,
-    pack_for_ranks,
-    pack_text_for_ranks,
-    pack_trajectories,
-    packing_metrics,
-)
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, pack_trajectories, packing_metrics
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import ParallelDims

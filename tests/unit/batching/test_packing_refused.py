@@ -9,12 +9,7 @@ import pytest
 from factories import GREEDY, SPEC, make_trajectory
 from packing_samples import sample, text
 
-from moerl.batching.packing import (
-    PackOptions,
-    pack_for_ranks,
-    pack_text_for_ranks,
-    pack_trajectories,
-)
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, pack_trajectories
 from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
 from moerl.contract.reasons import Reason

@@ -251,6 +251,16 @@ def test_what_cannot_run_is_said_and_is_no_success(
     assert kept.read_text() == "[]"
 
 
+def test_a_check_that_waited_for_others_until_its_limit_is_not_left_is_not_run(
+    gpu_check: Any, planted: Any, tmp_path: Path, a_hang_is_long: None
+) -> None:
+    checks = importlib.import_module("_gpu_checks")
+    both = [planted("keeps", 10.0, gib=8.0), planted("passes", 10.0, gib=8.0)]
+    first, second = checks.run_side_by_side(both, "cpu", 8.0, until=25.0)
+    assert (first.state, second.state) == ("FAILED", "not run")
+    assert second.reason == "no time left: may take 10 s, and 5 s are left"
+
+
 def test_without_a_device_the_script_ends_with_2_and_says_so(tmp_path: Path) -> None:
     """Whatever this machine has, the process sees no GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": str(ROOT / ".venv" / "bin" / "python")}

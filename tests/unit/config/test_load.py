@@ -264,8 +264,7 @@ def test_a_recipe_of_ones_own_builds_on_a_built_in_one(tmp_path: Path):
     folder = tmp_path / "with space"
     folder.mkdir()
     write_recipe(
-        folder,
-        "# @package _global_\ndefaults:\n  - laptop\n  - _self_\nrecipe: mine\nkeep_routing:\n  mode: off\n",
+        folder, "# @package _global_\ndefaults:\n  - laptop\n  - _self_\nrecipe: mine\nkeep_routing:\n  mode: off\n"
     )
     config = load("recipe=mine", config_dir=folder)
     assert (config.recipe, config.keep_routing.mode, config.rl.group_size) == ("mine", "off", 8)

@@ -50,11 +50,7 @@ def test_every_flipped_bit_is_refused():
     for bit in range(8 * len(frame)):
         flipped = bytearray(frame)
         flipped[bit // 8] ^= 1 << (bit % 8)
-        assert refusal(bytes(flipped)) in {
-            Reason.FRAME_CORRUPT,
-            Reason.FRAME_TRUNCATED,
-            Reason.SCHEMA_VERSION_UNKNOWN,
-        }
+        assert refusal(bytes(flipped)) in {Reason.FRAME_CORRUPT, Reason.FRAME_TRUNCATED, Reason.SCHEMA_VERSION_UNKNOWN}
 
 
 def test_another_protocol_is_refused_even_with_a_right_crc():

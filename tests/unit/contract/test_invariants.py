@@ -250,11 +250,7 @@ BROKEN: list[tuple[str, Reason, Callable[[Values], None]]] = [
         all_of(kept_row(5, [TOKEN]), put("rollout_logprobs", 5, -0.5)),
     ),
     ("an expert out of range", Reason.EXPERT_ID_OUT_OF_RANGE, put("expert_ids", (4, 1, 0), SPEC.num_experts)),
-    (
-        "a repeated expert",
-        Reason.REPEATED_EXPERT,
-        put("expert_ids", (4, 1, 0), BASE.expert_ids[4, 1, 1]),
-    ),
+    ("a repeated expert", Reason.REPEATED_EXPERT, put("expert_ids", (4, 1, 0), BASE.expert_ids[4, 1, 1])),
     ("a row that was never filled", Reason.REPEATED_EXPERT, put("expert_ids", 4, 0)),
     ("an MoE layer of zeros", Reason.MOE_LAYER_OF_ZEROS, put("expert_ids", (slice(None), 2), 0)),
     ("content in a row that was not captured", Reason.UNROUTED_ROW_NOT_ZERO, put("routed", 2, False)),

@@ -226,10 +226,4 @@ def test_a_record_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeyp
     gate(tmp_path / "q", "r0").admit(broken(), trainer_version=3)
     temporary = done[2].removeprefix("fsync ")
     assert temporary.startswith(".writing-")
-    assert done == [
-        "fsync record.json",
-        "fsync record.msgpack",
-        f"fsync {temporary}",
-        f"rename {temporary}",
-        "fsync q",
-    ]
+    assert done == ["fsync record.json", "fsync record.msgpack", f"fsync {temporary}", f"rename {temporary}", "fsync q"]

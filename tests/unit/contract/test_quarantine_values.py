@@ -197,11 +197,7 @@ def test_arrays_of_any_layout_are_kept_whole(tmp_path: Path, value: np.ndarray):
         ([1, {"a": Text("b")}], "attempt[1]['a']: Text", [1, {"a": "b"}]),
         (Whole(5), "attempt: Whole", 5),
         (Table(a=1), "attempt: Table", {"a": 1}),
-        (
-            np.array([Opaque(), 7], object),
-            "attempt[0]: Opaque",
-            [{"repr": "<Opaque instance>"}, 7],
-        ),
+        (np.array([Opaque(), 7], object), "attempt[0]: Opaque", [{"repr": "<Opaque instance>"}, 7]),
     ],
     ids=["opaque", "text", "integer", "map", "objects"],
 )

@@ -101,6 +101,17 @@ def test_a_turn_that_was_cut_off_is_not_learned() -> None:
     assert session.learned == ([*ids("ab"), *ids("go"), END], [False, False, True, True, True])
 
 
+def test_an_expert_cannot_sample_in_a_session_that_is_over_either() -> None:
+    async def play(session: Session) -> None:
+        await session.sample()
+        session.observe("x" * 20)
+        assert session.is_over
+        await session.sample()
+
+    with pytest.raises(ConfigError, match=r"^p: .*a session that is over cannot sample"):
+        shown(play)
+
+
 def test_an_episode_without_a_whole_turn_is_refused_with_its_prompt() -> None:
     async def play(session: Session) -> None:
         await session.sample()

@@ -31,12 +31,7 @@ def test_a_message_has_text_calls_numbers_and_the_reason_of_its_end():
 def test_results_and_texts_of_a_user_are_messages_of_their_own_and_a_failed_result_says_so():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         first = await message(endpoint, [QUESTION], tools=tools)
-        failed = {
-            **RESULT,
-            "content": [{**SAID, "text": "no"}],
-            "is_error": True,
-            "cache_control": {"type": "x"},
-        }
+        failed = {**RESULT, "content": [{**SAID, "text": "no"}], "is_error": True, "cache_control": {"type": "x"}}
         user = {"role": "user", "content": [RESULT, failed, {"type": "text", "text": "so"}]}
         assert (await message(endpoint, [QUESTION, first_of(first), user], tools=tools))["stop_reason"] == "end_turn"
 

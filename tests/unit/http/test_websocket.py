@@ -81,6 +81,21 @@ def test_an_answer_that_does_not_come_in_time_is_none() -> None:
         asked(silent, {}, seconds=0.01)
 
 
+def test_a_message_that_nobody_takes_is_given_up() -> None:
+    """The server reads nothing: what does not fit into the buffers of the connection is never sent."""
+
+    async def deaf(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(timeout=0.1)
+        await socket.prepare(request)
+        assert request.transport is not None
+        request.transport.pause_reading()
+        await asyncio.sleep(1.0)  # it notices nothing that it could end at
+        return socket
+
+    with pytest.raises(NoAnswerError, match="no answer in time"):
+        asked(deaf, "x" * (1 << 26), seconds=0.1)
+
+
 def test_redirects_are_not_followed() -> None:
     async def moved(request: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect("/elsewhere")

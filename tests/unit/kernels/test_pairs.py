@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import (
-    ALWAYS,
-    NEVER,
-    VOCAB,
-    WHOLE,
-    WIDTH,
-    Case,
-    assert_close,
-    make_case,
-    set_advantage,
-)
+from kernel_cases import ALWAYS, NEVER, VOCAB, WHOLE, WIDTH, Case, assert_close, make_case, set_advantage
 from torch import Tensor
 
 from moerl.kernels import full, pairs, products

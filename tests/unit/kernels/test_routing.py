@@ -18,10 +18,7 @@ from moerl.kernels import routing
 from moerl.kernels.mixing import mix
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 
-SIZES = [
-    *((1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3)),
-    pytest.param(70, 160, 6, marks=AT_LENGTH),
-]
+SIZES = [*((1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3)), pytest.param(70, 160, 6, marks=AT_LENGTH)]
 """Rows, experts, experts per token."""
 
 CHOICES_BY_TORCH = routing.add_choices

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_cases import (
-    PADDED,
-    VOCAB,
-    WHOLE,
-    kept_sets,
-    make_case,
-)
+from kernel_cases import PADDED, VOCAB, WHOLE, kept_sets, make_case
 
 from moerl.errors import ContractError
 from moerl.kernels.head import Head

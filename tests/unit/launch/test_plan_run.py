@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -19,6 +20,7 @@ from moerl.config.load import dump_config, load_plan
 from moerl.contract.disk import write_parquet
 from moerl.contract.trajectory import KeptSets, Trajectory, Turn, TurnKind
 from moerl.errors import ConfigError
+from moerl.launch.arguments import add_plan_arguments
 from moerl.launch.calibration import calibrate
 from moerl.launch.plan_run import Device, Workload, estimate, fleet_on, plan_run, predict
 from moerl.weights.estimate import Bandwidths
@@ -250,3 +252,13 @@ def test_colocated_servers_have_one_row_as_nothing_runs_ahead(capsys: pytest.Cap
         rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) +\d+ ", line)]
         assert {row[0] for row in rows} == staleness
         assert ("more staleness needs rollout.placement=apart" in text) == (placement == "colocated")
+
+
+@pytest.mark.parametrize("name", ["tool-seconds", "tool-tokens"])
+def test_tools_that_take_no_time_and_write_nothing_can_be_said(name: str, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser, "run")
+    assert vars(parser.parse_args([f"--{name}=0"])) == vars(parser.parse_args([]))
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--{name}=-1"])
+    assert f"--{name}: invalid not_negative value" in capsys.readouterr().err

@@ -203,10 +203,7 @@ def test_a_lock_that_others_may_hold_is_refused(tmp_path: Path, kind: str, monke
     else:
         path.touch()
         monkeypatch.setattr(run_lock_module.os, "geteuid", lambda: os.getuid() + 1)
-    with (
-        pytest.raises(ConfigError, match=rf"run_dir: {LOCK_FILE} is not ours.*: {kind}"),
-        run_lock(tmp_path),
-    ):
+    with pytest.raises(ConfigError, match=rf"run_dir: {LOCK_FILE} is not ours.*: {kind}"), run_lock(tmp_path):
         pass
 
 

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.contract.parallel import ParallelDims
-from moerl.machine.layouts import (
-    LayoutLoad,
-    as_overrides,
-    distance,
-    layout_problems,
-    nearest_layouts,
-    propose,
-)
+from moerl.machine.layouts import LayoutLoad, as_overrides, distance, layout_problems, nearest_layouts, propose
 from moerl.models.description import LatentAttention, ModelDescription, describe
 
 PLAIN = describe(hf_config(num_hidden_layers=4), "config.json")

@@ -293,28 +293,30 @@ def test_a_resumed_run_counts_what_a_waiting_group_had_refused_once() -> None:
     )
 
 
-def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them() -> None:
+@pytest.mark.parametrize("kept", [3, 2])
+def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them(kept: int) -> None:
     gate = Gate()
-    sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop")
+    sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop", f"rl.keep={kept}")
     groups, _ = source(gate, *BESIDE, *sizes)
     for step in (0, 2, 3, 4):
         gate.open(f"rl-00000{step}/")
     with closing(groups):
-        seen = []
+        seen, left_out = [], 0.0
         for _ in range(2):
             seen += group_ids(groups.batch())
+            left_out += groups.metrics["tokens/left_out"]
             trained(groups)
         # Sampled by version 0, it comes when version 2 is trained.
         gate.open("rl-000001/")
         eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) == 4)
-        left_out = 0.0
         for _ in range(2):
             seen += group_ids(groups.batch())
             left_out += groups.metrics["tokens/left_out"]
             trained(groups)
     assert [name.partition("/")[0] for name in seen] == [f"rl-00000{step}" for step in (0, 2, 3, 4)]
-    assert dict(groups.ledger.filtered) == {"stale": 4}
-    assert left_out == 4 * answer("rl-000000/p0/0", 0).num_sampled
+    assert groups.ledger.filtered["stale"] == 4
+    # Each token once: those of the dropped group, and what `rl.keep` leaves out of the four that are trained.
+    assert left_out == (4 + 4 * (4 - kept)) * answer("rl-000000/p0/0", 0).num_sampled
 
 
 def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:

@@ -81,11 +81,7 @@ def outcome(
 
 @pytest.mark.parametrize(
     ("when", "trained", "filtered", "refused"),
-    [
-        ("train", True, "", None),
-        ("filter", True, "episode_limited", None),
-        ("refuse", False, "", "episode_limited"),
-    ],
+    [("train", True, "", None), ("filter", True, "episode_limited", None), ("refuse", False, "", "episode_limited")],
 )
 def test_an_episode_that_reaches_a_limit_is_trained_left_out_or_refused(
     tmp_path: Path, when: str, trained: bool, filtered: str, refused: str | None
@@ -116,6 +112,19 @@ def test_an_environment_that_fails_at_a_limit_counts_as_limited_unless_limited_o
     tmp_path: Path, when: str, filtered: str, refused: str | None
 ) -> None:
     found, counts, _ = outcome(tmp_path, fails=True, max_turns=2, when_limited=when)
+    assert (found.trajectories, found.filtered) == ((), filtered)
+    assert (None if found.refusal is None else str(found.refusal.reason)) == refused
+    assert counts == {"episode/limited": 1, "episode/failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("limited", "filtered", "refused"),
+    [("train", "episode_failed", None), ("filter", "episode_limited", None), ("refuse", "", "episode_limited")],
+)
+def test_an_environment_that_fails_at_a_limit_that_is_refused_is_refused_if_failing_ones_are_left_out(
+    tmp_path: Path, limited: str, filtered: str, refused: str | None
+) -> None:
+    found, counts, _ = outcome(tmp_path, fails=True, max_turns=2, when_limited=limited, when_failed="filter")
     assert (found.trajectories, found.filtered) == ((), filtered)
     assert (None if found.refusal is None else str(found.refusal.reason)) == refused
     assert counts == {"episode/limited": 1, "episode/failed": 1}

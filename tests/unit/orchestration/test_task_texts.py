@@ -122,10 +122,7 @@ def test_a_prompt_that_just_fits_is_accepted(open_jsonl: Open):
 
 @pytest.mark.parametrize(
     ("response", "any_text", "part"),
-    [
-        ("7" * 70, True, "71 (demonstration and its end)"),
-        ("é", False, "the tokenizer cannot represent a text"),
-    ],
+    [("7" * 70, True, "71 (demonstration and its end)"), ("é", False, "the tokenizer cannot represent a text")],
 )
 def test_a_demonstration_must_fit_and_be_encodable(
     response: str, any_text: bool, part: str, open_jsonl: Open, tmp_path: Path

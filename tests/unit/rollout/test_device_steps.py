@@ -31,13 +31,7 @@ from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.recorded import Step, Unrecorded
 from moerl.rollout.weight_staging import checkpoint_views
 
-KINDS = [
-    {"top_k": 9},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.0},
-    {},
-    {"top_k": 20, "min_p": 0.01},
-]
+KINDS = [{"top_k": 9}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.0}, {}, {"top_k": 20, "min_p": 0.01}]
 WAITS = (
     "_local_scalar_dense",
     "nonzero",

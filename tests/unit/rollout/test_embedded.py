@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -179,6 +181,21 @@ def test_an_abort_while_nothing_runs_does_not_hit_the_next_call(make_model):
     engine.abort()
     engine.abort(["r0"])
     assert _tokens(engine, requests) == expected
+
+
+def test_the_wait_of_each_request_begins_when_it_is_asked_for(make_model, monkeypatch: pytest.MonkeyPatch):
+    engine, requests = _engine(make_model(), max_running=1), deque(_requests(8, max_new_tokens=2))
+    monkeypatch.setattr(schedule.time, "perf_counter", itertools.count(0.0).__next__)
+
+    def take(is_idle: bool) -> list[RolloutRequest] | None:
+        # Two at first, then one a step, which ends one: there always is one that waits, always as long.
+        if not requests:
+            return None if is_idle else []
+        return [requests.popleft() for _ in range(2 if len(requests) == 8 else 1)]
+
+    waits = [record.values["timings"]["waiting_seconds"] for records in engine.serve(take) for record in records]
+    assert len(waits) == 8
+    assert max(waits) == waits[2], waits
 
 
 def test_only_one_call_at_a_time_and_a_closed_one_names_what_it_gave_up(make_model):

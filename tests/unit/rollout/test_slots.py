@@ -22,7 +22,7 @@ class _Scripted:
     def __init__(self, requests: list[RolloutRequest]) -> None:
         self.table = SlotTable(SPEC, len(requests), max_tokens=64)
         self._number = {request.lineage.rollout_id: i for i, request in enumerate(requests)}
-        rows = self.table.admit(requests, asked_at=0.0)
+        rows = self.table.admit(requests, asked_at=[0.0] * len(requests))
         longest = int(self.table.lengths[rows].max())
         positions = np.arange(longest)
         self.table.write_prompt_routing(rows, np.stack([self._routing(i, positions) for i in self._rows()]))
@@ -121,7 +121,7 @@ def test_only_a_requests_own_stop_ids_stop_it():
 def test_a_reused_slot_forgets_the_stop_ids_of_its_last_row():
     run = _Scripted([_request("a", (1,), stops=(9, 4))])
     run.table.release(np.array([True]))
-    run.table.admit([_request("a", (1,))], asked_at=0.0)
+    run.table.admit([_request("a", (1,))], asked_at=[0.0])
     run._append()
     assert run.table.stopped().tolist() == [False]
 

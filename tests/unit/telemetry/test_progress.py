@@ -9,14 +9,7 @@ import pytest
 from rich.console import Console
 from waiting import eventually
 
-from moerl.telemetry.progress import (
-    HeartbeatProgress,
-    LiveProgress,
-    Pace,
-    duration_text,
-    figures_text,
-    make_progress,
-)
+from moerl.telemetry.progress import HeartbeatProgress, LiveProgress, Pace, duration_text, figures_text, make_progress
 
 METRICS = {
     "reward/mean": 0.5,

@@ -104,10 +104,7 @@ def test_a_setting_that_is_passed_on_reaches_megatron(tied: Path, one_process: R
     [
         ("moe_deepep_num_smss", "Megatron has no such setting; .*did you mean moe_deepep_num_sms?"),
         ("provide", "Megatron has no such setting"),
-        (
-            "use_cpu_initialization",
-            "set by moerl for this model on this machine; seen: 8; .* it is True",
-        ),
+        ("use_cpu_initialization", "set by moerl for this model on this machine; seen: 8; .* it is True"),
     ],
 )
 def test_a_setting_that_megatron_lacks_or_that_we_make_is_refused(

@@ -76,11 +76,7 @@ def attend(
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
     ("prefix_of", "rows"),
-    [
-        (None, ()),
-        ((-1, -1, 1, 1, -1, 1, 4), ()),
-        ((-1, -1, -1, -1, 3, 3, 3), (0, 0, 0, 0, 1, 20, 33)),
-    ],
+    [(None, ()), ((-1, -1, 1, 1, -1, 1, 4), ()), ((-1, -1, -1, -1, 3, 3, 3), (0, 0, 0, 0, 1, 20, 33))],
 )
 def test_packed_attention_equals_attention_per_sequence(
     prefix_of: tuple[int, ...] | None, rows: tuple[int, ...], num_kv_heads: int, one_process: Ranks

@@ -62,10 +62,7 @@ def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[st
             publish(UPDATES[step])
 
     engine = EmbeddedEngine(
-        AutoModelForCausalLM.from_pretrained(path),
-        tiny_moe.SPEC,
-        engine_id="e",
-        max_running=MAX_RUNNING,
+        AutoModelForCausalLM.from_pretrained(path), tiny_moe.SPEC, engine_id="e", max_running=MAX_RUNNING
     )
     engine.between_steps = between_steps
     plan = weight_sync.plan_for(trainer, path)

@@ -145,10 +145,7 @@ def test_a_tenth_of_far_tokens_is_a_fault(share: float, level: str | None) -> No
     assert found == ([level] if level else [])
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [("routing__live_rows", "coverage"), ("quarantine__count", "quarantine")],
-)
+@pytest.mark.parametrize(("name", "cause"), [("routing__live_rows", "coverage"), ("quarantine__count", "quarantine")])
 def test_what_limits_a_run_is_noted(name: str, cause: str) -> None:
     assert finding(report_of([row(1), row(2, **{name: 3.0})]), cause).level == "note"
     assert cause not in {each.cause for each in report_of([row(1), row(2)]).findings}

@@ -223,11 +223,7 @@ def test_a_broken_configuration_is_refused_by_each_command_that_can_know_it(name
         assert status == 0, text
 
 
-GOOD = (
-    Broken(JSONL, ""),
-    Broken((*SET, *EXACT), ""),
-    Broken(("recipe=tiny", "parallel.tensor=2"), "", gpus=2),
-)
+GOOD = (Broken(JSONL, ""), Broken((*SET, *EXACT), ""), Broken(("recipe=tiny", "parallel.tensor=2"), "", gpus=2))
 
 
 @pytest.mark.parametrize("good", GOOD, ids=["jsonl", "dataset", "two GPUs"])

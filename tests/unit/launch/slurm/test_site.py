@@ -40,7 +40,7 @@ def test_without_a_file_nothing_is_asked_for() -> None:
         ("container: {runtime: enroot, image: a, name: b}", "container.name: unknown key; expected: one of runtime"),
         ("environment: {'A B': c}", "the name of an environment variable"),
         ('environment: {A: "b\\nc"}', "one line of printable text"),
-        ("sbatch: [--requeue]", "--requeue is set by one"),
+        ("sbatch: [--requeue]", "--requeue is decided by one"),
         ("sbatch: ['--comment=\"a']", "a value without quotes"),
         ("sbatch: ['partition=a']", "an option of sbatch"),
         ("partition: 'a b'", "partition: wrong value; seen: 'a b'"),

@@ -201,6 +201,21 @@ def test_routes_of_both_policies_are_compared_without_a_model(tmp_path: Path, ru
     assert report.layers[1].differing > 0.5
 
 
+def test_routes_of_both_policies_are_compared_in_those_rollouts_that_have_them(tmp_path: Path, run: Diagnosed):
+    rng = np.random.default_rng(0)
+    rollouts = [make_dumped(rng, name=str(number)) for number in range(6)]
+    bare = replace(rollouts[0], expert_ids=None, routed=None)
+    routed = [replace(rollout, trainer_expert_ids=rollout.expert_ids) for rollout in rollouts[1:]]
+    assert routed[4].expert_ids is not None
+    beyond = np.full_like(routed[4].expert_ids, 300)
+    foreign = replace(routed[4], expert_ids=beyond, trainer_expert_ids=beyond)
+    write_minimal(tmp_path / "dump.jsonl", [bare, *routed[:4], foreign])
+    _, report = run(tmp_path / "dump.jsonl")
+    assert [layer.differing for layer in report.layers] == [0.0] * routed[0].expert_ids.shape[1]  # type: ignore[union-attr]
+    said = "routes of other sizes than those of the first rollout that has them"
+    assert [(each.reason, each.count) for each in report.unusable] == [(said, 1)]
+
+
 def test_rollouts_that_a_model_cannot_take_are_counted_by_reason(tmp_path: Path, model: Path, clean, run: Diagnosed):
     foreign = replace(clean[0], name="foreign", token_ids=clean[0].token_ids + 1000)
     write_minimal(tmp_path / "dump.jsonl", [*clean, foreign])
@@ -255,6 +270,11 @@ def test_a_sound_dump_is_in_order_by_the_trainer_too(tmp_path: Path, model: Path
     write_minimal(tmp_path / "dump.jsonl", clean)
     status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
     assert (status, report.findings, report.verdict.level) == (0, (), "good"), report.verdict.text
+    # Nobody knows margins here: none are shown, rather than zeros.
+    assert {layer.margin_at_flips for layer in report.layers} | {layer.margin_elsewhere for layer in report.layers} == {
+        None
+    }
+    assert not [each.name for each in report.histograms if "margin" in each.name]
 
 
 def test_a_gap_that_nothing_explains_has_a_status_of_its_own(tmp_path: Path, model: Path, clean, run: Diagnosed):

@@ -74,11 +74,7 @@ class Led:
         engine.send_by(self.senders)
 
     def send(
-        self,
-        version: int,
-        value: float = 0.0,
-        parts: Sequence[Part] = PARTS,
-        checked: Sequence[bool] | None = None,
+        self, version: int, value: float = 0.0, parts: Sequence[Part] = PARTS, checked: Sequence[bool] | None = None
     ) -> None:
         """checked: the senders that compute checksums; None if the update is not checked."""
         changed = [{name: tensor + value for name, tensor in part.items()} for part in parts]

@@ -28,12 +28,7 @@ from moerl.rollout.sglang.server import answers_health
 from moerl.rollout.sglang.update_calls import UpdateCalls
 
 NUM = 96
-BODY = {
-    "rid": "r",
-    "input_ids": [1, 2],
-    "sampling_params": {"max_new_tokens": 1},
-    "return_sampling_mask": False,
-}
+BODY = {"rid": "r", "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}, "return_sampling_mask": False}
 
 
 async def ask_all(client: SGLangHttp) -> int:

@@ -98,11 +98,7 @@ INSIDE: dict[str, dict[str, Any]] = {
     "an old place": {"$schema": DRAFTS[2], "items": {"$ref": "#/definitions/a"}, "definitions": {"a": INTEGER}},
     "an anchor": {"items": {"$ref": "#a"}, "$defs": {"b": {"$anchor": "a", **INTEGER}}},
     "a dynamic anchor": {"items": {"$dynamicRef": "#a"}, "$defs": {"b": {"$dynamicAnchor": "a", **INTEGER}}},
-    "its own address": {
-        "$id": "http://127.0.0.1:9/base",
-        "items": {"$ref": "base#/$defs/a"},
-        "$defs": {"a": INTEGER},
-    },
+    "its own address": {"$id": "http://127.0.0.1:9/base", "items": {"$ref": "base#/$defs/a"}, "$defs": {"a": INTEGER}},
     "the address of a part": {
         "items": {"$ref": "http://127.0.0.1:9/a"},
         "$defs": {"a": {"$id": "http://127.0.0.1:9/a", **INTEGER}},
