@@ -174,7 +174,7 @@ EARLY = {
     "serve --model model --folder served --tensor 4 --expert 3": "--expert: no divisor of --tensor",
     "serve": "the following arguments are required: --model, --folder",
     # Plans and tools.
-    "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid gib_size value",
+    "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid positive value",
     "plan memory recipe=pretrained": "model.path: no value given",
     "plan weights resume=run": "resume: a plan is made from a recipe and keys",
     "plan weights recipe=laptop weights.senders=3": "weights.senders: more than there are trainer ranks",
