@@ -39,8 +39,14 @@ GROUPS = {
     "tests/e2e/test_wheel.py": "whole runs",
 }
 """Files that share what is slow to start, by the beginning of their path: all of a group run in one test process. The
-tests of any other file do so too. Long groups are first."""
-FIRST = (*GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/causes/")
+tests of any other file do so too, but for `SINGLE`. Long groups are first."""
+SINGLE = (
+    "tests/e2e/test_examples.py::test_an_example_does_as_written",
+    "tests/e2e/test_setup.py::test_setup_installs",
+    "tests/e2e/test_studies.py",
+)
+"""Tests that take minutes and share nothing, by the beginning of their names: any test process runs any of them."""
+FIRST = (*SINGLE, *GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/causes/")
 """Beginnings of paths, in the order in which test processes take them up: what is short is last, so that none of them
 has a long group left when the others have ended."""
 
@@ -68,6 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class GroupScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(SINGLE):
+                return nodeid
             file = nodeid.partition("::")[0]
             return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), file)
 

@@ -9,7 +9,7 @@ import pytest
 import tiny_moe
 from ranks import Ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 NUM_TOKENS = 32_768
 SECONDS = 1500.0
