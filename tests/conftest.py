@@ -44,6 +44,8 @@ SINGLE = (
     "tests/e2e/test_examples.py::test_an_example_does_as_written",
     "tests/e2e/test_setup.py::test_setup_installs",
     "tests/e2e/test_studies.py",
+    "tests/unit/diagnostics/causes/test_fault_matrix.py::test_every_fault",
+    "tests/unit/diagnostics/causes/test_fault_matrix.py::test_two_faults",
 )
 """Tests that take minutes and share nothing, by the beginning of their names: any test process runs any of them."""
 FIRST = (*SINGLE, *GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/causes/")

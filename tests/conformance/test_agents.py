@@ -25,6 +25,8 @@ from moerl.rollout.fleet.engine import FleetEngine
 QUESTION = {"role": "user", "content": "a question"}
 PROMPT = Prompt("p", TEXTS.render([QUESTION], (), True), {}, Chat((QUESTION,)))
 MAX_TOKENS = 90
+HANG_SECONDS = 3600.0
+"""Time after which a turn or an update hangs; two hundred agents on a busy machine may wait minutes for theirs."""
 Models = Mapping[int, Qwen3MoeForCausalLM]
 """By the version of their weights."""
 
@@ -41,7 +43,7 @@ class Progress:
             self._events[self.num_answers].set()
 
     def wait(self, number: int) -> bool:
-        return self._events[number].wait(300.0)
+        return self._events[number].wait(HANG_SECONDS)
 
 
 async def turns(endpoint: AgentEndpoint, rng: random.Random, progress: Progress) -> None:
@@ -87,8 +89,8 @@ def played(engine: Engine, count: int, models: Models) -> list[Trajectory]:
     thread.start()
     episodes = [Episode(request, agent) for request in requests]
     check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
-    ends = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=300.0))
-    thread.join(60.0)
+    ends = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=HANG_SECONDS))
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
     assert [str(each.error) for each in ends if each.error is not None] == []
     assert len({each.rollout_id for each in ends}) == len(ends) == count
@@ -105,7 +107,7 @@ def test_a_turn_after_an_update_reads_all_that_is_new_to_it_with_the_new_weights
         session.observe("an observation of some length")
         await session.fork().sample(3)
         ready.answered()
-        await in_thread(lambda: updated.wait(300.0))
+        await in_thread(lambda: updated.wait(HANG_SECONDS))
         await session.sample(5)
         return {"reward": 1.0}
 
@@ -118,8 +120,8 @@ def test_a_turn_after_an_update_reads_all_that_is_new_to_it_with_the_new_weights
     thread.start()
     episodes = [Episode(request, updated_between_turns) for request in make_requests(6, MAX_TOKENS)]
     check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
-    ends = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=300.0))
-    thread.join(60.0)
+    ends = list(play(episodes, engine.stream(), check, TEXTS, turn_seconds=HANG_SECONDS))
+    thread.join(HANG_SECONDS)
     for episode in ends:
         assert episode.error is None
         trajectory = Trajectory(**episode.records[0].values)
