@@ -24,7 +24,7 @@ GROUPS = {
     "tests/distributed/": "distributed",
     "tests/unit/weights/": "distributed",
     "tests/unit/trainer/": "trainer",
-    "tests/unit/orchestration/test_verify.py": "trainer",
+    "tests/unit/offline/test_verify.py": "trainer",
     "tests/e2e/test_engine_and_trainer.py": "trainer",
     "tests/e2e/test_dumps.py": "whole runs",
     "tests/e2e/test_options.py": "whole runs",

@@ -85,7 +85,7 @@ def played(engine: Engine, count: int, models: Models) -> list[Trajectory]:
             tensors = {name: tensor for name, tensor in checkpoint(models[version]) if name not in TIED}
             send(engine, version, tensors)
 
-    thread = threading.Thread(target=update)
+    thread = threading.Thread(target=update, daemon=True)
     thread.start()
     episodes = [Episode(request, agent) for request in requests]
     check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
@@ -116,7 +116,7 @@ def test_a_turn_after_an_update_reads_all_that_is_new_to_it_with_the_new_weights
         send(engine, 1, {name: tensor for name, tensor in checkpoint(models[1]) if name not in TIED})
         updated.set()
 
-    thread = threading.Thread(target=update)
+    thread = threading.Thread(target=update, daemon=True)
     thread.start()
     episodes = [Episode(request, updated_between_turns) for request in make_requests(6, MAX_TOKENS)]
     check = lambda record: Trajectory(**record.values)  # noqa: E731 - an argument
