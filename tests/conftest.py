@@ -47,7 +47,8 @@ SINGLE = (
     "tests/unit/diagnostics/causes/test_fault_matrix.py::test_every_fault",
     "tests/unit/diagnostics/causes/test_fault_matrix.py::test_two_faults",
 )
-"""Tests that take minutes and share nothing, by the beginning of their names: any test process runs any of them."""
+"""Tests that take minutes and share little, by the beginning of their names: any test process runs any of them, with
+fixtures of its own."""
 FIRST = (*SINGLE, *GROUPS, "tests/e2e/", "tests/unit/kernels/", "tests/unit/diagnostics/causes/")
 """Beginnings of paths, in the order in which test processes take them up: what is short is last, so that none of them
 has a long group left when the others have ended."""
