@@ -179,6 +179,7 @@ def test_a_run_of_agents_over_http_that_was_killed_goes_on_and_leaves_no_agent_b
     subprocess.run([sys.executable, "make_data.py"], cwd=folder, check=True)
     keys = (
         *("recipe=tiny", "task=environment", "task.path=numbers.jsonl", "task.response=response", "task.play=env:play"),
+        "task.turn_seconds=600",  # by the clock: a loaded machine is slow to start the agents
         *("rollout.max_new_tokens=160", f"rl.steps={STEPS}", *BESIDE, f"run_dir='{run}'"),
     )
     kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})
