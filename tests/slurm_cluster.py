@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from moerl_runs import ENVIRONMENT
-from waiting import eventually, run_within, status_of
+from waiting import eventually, is_alive, run_within, status_of
 
 from moerl.processes.parent import die_with
 
@@ -126,11 +126,15 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Kills the daemon of a node and all steps of this cluster, as a loss of power does; others have no jobs."""
-        for pid in [self._daemons[node].pid, *self._step_daemons()]:
-            for each in _family(pid):
-                _kill(each)
+        """Kills the daemon of a node and all steps of this cluster, as a loss of power does; others have no jobs.
+
+        Returns once these processes have ended.
+        """
+        killed = [each for pid in (self._daemons[node].pid, *self._step_daemons()) for each in _family(pid)]
+        for pid in killed:
+            _kill(pid)
         self._daemons[node].wait()
+        eventually(lambda: not any(map(is_alive, killed)))
 
     def close(self) -> None:
         """Ends jobs and daemons."""

@@ -15,7 +15,6 @@ from ray_cluster import needs_ray
 from run_checks import assert_the_same, processes_of, rank_processes
 from slurm_cluster import Cluster
 from slurm_jobs import TRAIN, check, submit
-from waiting import eventually
 
 from moerl.launch.slurm.script import JobSettings, render
 from moerl.launch.slurm.site import Site
@@ -44,7 +43,7 @@ def test_a_run_whose_node_is_lost_goes_on_on_another_one(
     job.wait_for_step(1)
     node = job.job()["NodeList"]
     two_nodes.kill_node(node)
-    eventually(lambda: processes_of(job.run_dir) == [])
+    assert processes_of(job.run_dir) == []
     ended = job.wait_for("COMPLETED")
     assert ended["NodeList"] != node
     assert ended["Restarts"] == "1"
