@@ -60,13 +60,27 @@ install_with_uv() {
 install_with_pip() {
     .venv/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --no-compile "$@"
 }
+install_all_with_uv() {
+    install_with_uv --require-hashes -r requirements/run.lock
+}
+# pip unpacks on one core: torch with the libraries of GPUs, which is most of it, goes beside everything else.
+install_all_with_pip() {
+    local pid status=0
+    awk '/^[^ #]/ {is_of_torch = /^(torch|triton|nvidia-|cuda-)/} {print > (".venv/" (is_of_torch ? "torch" : "others") ".lock")}' \
+        requirements/run.lock
+    install_with_pip --require-hashes -r .venv/torch.lock &
+    pid=$!
+    install_with_pip --require-hashes -r .venv/others.lock || status=$?
+    wait "$pid" || status=$?
+    return "$status"
+}
 
-# install WHAT ARGUMENT...: installs, with its output in the log, and prints its progress.
+# install WHAT COMMAND...: runs what installs, with its output in the log, and prints its progress.
 install() {
     local what=$1 began=$SECONDS said=$SECONDS pause=15 pid
     shift
     [ ! -t 1 ] || pause=1
-    "install_with_$installer" "$@" >>"$LOG" 2>&1 &
+    "$@" >>"$LOG" 2>&1 &
     pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
@@ -99,9 +113,9 @@ echo "setup: $("$python" --version) at $python, $installer; about $NEEDED_GB GB 
 refuse_a_full_disk
 [ -x .venv/bin/python ] && is_usable .venv/bin/python || "$python" -m venv --clear .venv
 : >"$LOG"
-install "build backends" --require-hashes -r requirements/build.lock
-install "all packages" --require-hashes -r requirements/run.lock
-install "moerl" --editable .
+install "build backends" "install_with_$installer" --require-hashes -r requirements/build.lock
+install "all packages" "install_all_with_$installer"
+install "moerl" "install_with_$installer" --editable .
 # Leaves the bytecode of what a run imports, even if the environment forbids it: without bytecode every
 # process would compile thousands of files again.
 WARM_UP='import hydra, matplotlib.pyplot, mpl_toolkits.mplot3d, numba, pandas, pytest, reasoning_gym, tensorboard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -91,6 +92,8 @@ def composed_once(overrides: Sequence[str], config_dir: Path | None) -> DictConf
     return copy.deepcopy(_KNOWN[tuple(overrides)])
 
 
+listed_once = functools.cache(packages.installed_versions)
+
 Ask = Callable[[Door, Broken], tuple[int, str]]
 
 
@@ -119,8 +122,10 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setitem(sys.modules, "moerl.orchestration.commands", None)
     monkeypatch.setattr("moerl.launch.slurm.command.submit", None)
     monkeypatch.setattr("moerl.launch.slurm.command.plan_run", lambda *_, **__: 0)
-    # Hydra takes most of the time: the same keys are composed once, and what recipes set is not told.
+    # Hydra and the list of packages take most of the time: the same keys are composed once, packages listed once, and
+    # what recipes set is not told.
     monkeypatch.setattr("moerl.config.compose._compose", composed_once)
+    monkeypatch.setattr(packages, "installed_versions", listed_once)
     monkeypatch.setattr("moerl.config.help_text.recipe_text", lambda *_: "")
     monkeypatch.setattr("moerl.launch.slurm.command.recipe_text", lambda *_: "")
     # What doctor looks at without a run has tests of its own.

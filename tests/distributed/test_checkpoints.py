@@ -161,7 +161,10 @@ def save_and_load_without_pickle(layout: Any, path: Path, folder: Path, sharding
     return tiny_moe.largest_difference(tiny_moe.exported(trainer), saved)
 
 
-@pytest.mark.parametrize(("layout", "sharding"), [("TP2", "off"), ("EP2", "on"), ("PP2", "off")])
+@pytest.mark.parametrize(
+    ("layout", "sharding"),
+    [("EP2", "on"), *(pytest.param(each, "off", marks=pytest.mark.slow) for each in ("TP2", "PP2"))],
+)
 def test_nothing_pickled_goes_from_rank_to_rank(
     layout: str, sharding: str, untied: Path, tmp_path: Path, machines: Machines
 ) -> None:

@@ -26,13 +26,13 @@ TP, PP, CP = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 LAYOUTS = pytest.mark.parametrize(
     ("sizes", "recompute"),
     [
-        pytest.param(TP, "none", id="TP2"),
+        pytest.param(TP, "none", id="TP2", marks=pytest.mark.slow),
         pytest.param(PP, "none", id="PP2", marks=pytest.mark.slow),
         pytest.param(CP, "none", id="CP2"),
         pytest.param({}, "full", id="DP2-full", marks=pytest.mark.slow),
         pytest.param(TP, "full", id="TP2-full", marks=pytest.mark.slow),
         pytest.param(PP, "full", id="PP2-full"),
-        pytest.param({}, "selective", id="DP2-selective"),
+        pytest.param({}, "selective", id="DP2-selective", marks=pytest.mark.slow),
     ],
 )
 
@@ -274,7 +274,12 @@ TAMPERS = (tiny_moe.shift_rows, tiny_moe.shift_layers, swap_two_rows)
     [
         *(pytest.param(None, each, id=f"one-{each.__name__}") for each in TAMPERS),
         *(
-            pytest.param(sizes, each, id=f"{name}-{each.__name__}", marks=[pytest.mark.slow] * (each is not TAMPERS[0]))
+            pytest.param(
+                sizes,
+                each,
+                id=f"{name}-{each.__name__}",
+                marks=[pytest.mark.slow] * (each is not TAMPERS[0] or name not in ("TP2", "PP2")),
+            )
             for name, sizes in {"DP2": {}, "TP2": TP, "PP2": PP, "CP2": CP}.items()
             for each in TAMPERS
         ),
@@ -309,8 +314,13 @@ def _explain_own(layout: Any, path: Path, tamper: Callable[[Microbatch], Microba
 
 @pytest.mark.parametrize(
     ("sizes", "own"),
-    [(None, False), (None, True), ({}, False), (TP, False), (CP, False)],
-    ids=["one", "one-trainer", "DP2", "TP2", "CP2"],
+    [
+        pytest.param(None, False, id="one"),
+        pytest.param(None, True, id="one-trainer"),
+        pytest.param({}, False, id="DP2", marks=pytest.mark.slow),
+        pytest.param(TP, False, id="TP2"),
+        pytest.param(CP, False, id="CP2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_captured_row_that_is_left_to_the_router_is_reported_as_that(
     sizes: dict[str, int] | None, own: bool, untied: Path, one_process: Ranks, two_processes: Ranks

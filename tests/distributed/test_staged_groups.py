@@ -71,6 +71,7 @@ def collectives(layout: Any) -> dict[str, list[list[float]]]:
     return {name: [each.tolist() for each in tensors] for name, tensors in found.items()}
 
 
+@pytest.mark.slow
 def test_every_collective_brings_what_it_should_also_those_that_gloo_has_not(staged_processes: Ranks) -> None:
     first, second = staged_processes.run(collectives, tensor=2)
     assert first["total"] == second["total"] == [[10.0, 12.0, 14.0, 16.0]] * 2
@@ -107,6 +108,7 @@ def poll_then_wait(layout: Any) -> list[float]:
     return transfer(layout, finish)
 
 
+@pytest.mark.slow
 def test_a_transfer_completes_without_a_wait(staged_processes: Ranks) -> None:
     assert staged_processes.run(poll_then_wait, tensor=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
@@ -126,6 +128,7 @@ def poll_before_it_is_sent(layout: Any) -> bool:
     return is_early
 
 
+@pytest.mark.slow
 def test_a_transfer_is_not_completed_before_its_peer_comes(staged_processes: Ranks) -> None:
     assert staged_processes.run(poll_before_it_is_sent, tensor=2) == [False, False]
 
@@ -138,6 +141,7 @@ def finish_as_peers_on_gpus(layout: Any) -> list[float]:
     return transfer(layout, lambda work: peers.finish(work, peers.until()))
 
 
+@pytest.mark.slow
 def test_a_weight_update_of_a_gpu_sees_its_transfers_end(staged_processes: Ranks) -> None:
     assert staged_processes.run(finish_as_peers_on_gpus, tensor=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
@@ -174,6 +178,7 @@ def use_another_device(layout: Any) -> None:
         dist.all_reduce(torch.zeros(1, device="meta"))
 
 
+@pytest.mark.slow
 def test_a_tensor_of_another_kind_of_device_is_refused(staged_processes: Ranks) -> None:
     staged_processes.run(use_another_device, tensor=2)
 
@@ -194,9 +199,8 @@ def train(layout: Any, path: Path, steps: list[Any], dtype: str, sharding: str) 
     }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each != "TP2-EP2")) for each in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_through_the_host_are_those_of_gloo_bit_for_bit(
     layout: str, untied: Path, staged_processes: Ranks, two_processes: Ranks
 ) -> None:

@@ -82,7 +82,7 @@ def score(layout: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, A
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *(("untied", layout) for layout in LAYOUTS),
+        *(pytest.param("untied", layout, marks=[pytest.mark.slow] * (layout == "TP2-EP2")) for layout in LAYOUTS),
         *(pytest.param("tied", layout, marks=[pytest.mark.slow] * (layout != "PP2")) for layout in LAYOUTS),
     ],
 )
@@ -151,7 +151,10 @@ def train(layout: Any, path: Path, steps: list[Any], aux: float, recompute: str)
 @pytest.mark.parametrize(
     ("aux", "recompute", "layout"),
     [
-        *(pytest.param(0.0, "none", layout, id=f"plain-{layout}") for layout in LAYOUTS),
+        *(
+            pytest.param(0.0, "none", layout, id=f"plain-{layout}", marks=() if layout in ("PP2", "EP2") else SLOW)
+            for layout in LAYOUTS
+        ),
         *(
             pytest.param(
                 AUX, "full", layout, id=f"aux-recompute-{layout}", marks=() if layout in ("TP2-EP2", "CP2") else SLOW
@@ -225,8 +228,15 @@ def spoil_one_rank(layout: Any, path: Path, ranks: list[list[Microbatch]], kind:
             ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum"),
             marks=SLOW,
         ),
-        ("CP2", "shift", ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum")),
-        ("PP2", "shift", ("on another rank", "layer 3, rank 1, microbatch 0, forward: checksum")),
+        pytest.param(
+            "CP2",
+            "shift",
+            ("rank 0, microbatch 0, forward: checksum", "rank 1, microbatch 0, forward: checksum"),
+            marks=SLOW,
+        ),
+        pytest.param(
+            "PP2", "shift", ("on another rank", "layer 3, rank 1, microbatch 0, forward: checksum"), marks=SLOW
+        ),
         pytest.param("EP2", "drop", ("on another rank", "do not match its input rows"), marks=SLOW),
         pytest.param("TP2", "drop", ("on another rank", "do not match its input rows"), marks=SLOW),
         ("PP2", "drop", ("on another rank", "do not match its input rows")),

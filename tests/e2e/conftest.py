@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from moerl_runs import DoneRun, Runs, Sums, moerl
+from moerl_runs import DoneRun, Runs, Sums
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +21,10 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Sums:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(sums: Sums, tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
-    """The sums, trained by the command itself from beginning to end."""
+def undisturbed(forked: Runs, sums: Sums, tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
+    """The sums, trained from beginning to end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    finished = moerl(*sums.train(folder), path=[sums.folder])
+    finished = forked.run(*sums.train(folder), path=[sums.folder])
     assert finished.status == 0, finished.output
     return DoneRun(folder, finished)
 

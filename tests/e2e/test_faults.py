@@ -70,6 +70,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_its_batch_is_kept(fo
     assert all(row["optimizer/skipped"] == 0 for row in others)
 
 
+@pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_end_the_run(forked: Runs, tmp_path: Path) -> None:
     stopped = train(
         forked, tmp_path / "run", "trainer.max_skipped_updates=1", fault=("spoil_losses", {"calls": 1_000_000})
@@ -79,6 +80,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(forked: Runs, tmp_path: P
     assert len(list((tmp_path / "run" / "skipped").glob("*.parquet"))) == 2
 
 
+@pytest.mark.slow
 def test_routing_of_the_row_before_is_a_replay_error(forked: Runs, tmp_path: Path) -> None:
     stopped = train(forked, tmp_path / "run", "--traceback", fault=("shift_routing", {"call": 1}))
     assert "moerl.errors.ReplayError" in stopped.output
@@ -118,7 +120,10 @@ WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
 """Faults in routing by name: the fault, the number of RL steps before its effect, and what the run says."""
 
 
-ALIKE = {"layers", "trajectories", "trajectories of equal length", "prompts not sent", "a router without gradient"}
+ALIKE = {
+    *("layers", "trajectories", "trajectories of equal length", "prompts left to the router", "prompts not sent"),
+    "a router without gradient",
+}
 """Faults that are found as those beside them, or in tests of one process: slow."""
 
 
@@ -162,7 +167,7 @@ def test_an_engine_that_does_not_come_back_from_a_bucket_ends_the_run_with_its_n
     ("error", "status", "said"),
     [
         ("KeyboardInterrupt", 130, "\ninterrupted\n"),
-        ("ZeroDivisionError", 70, "ZeroDivisionError: injected\n"),
+        pytest.param("ZeroDivisionError", 70, "ZeroDivisionError: injected\n", marks=pytest.mark.slow),
         ("OSError", 1, "and try again; --traceback shows where it was raised\n"),
     ],
 )
@@ -182,7 +187,7 @@ def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
         pytest.param(
             "moerl.orchestration.rollouts:Collector.dump", 2, "rollouts/step-000002.parquet", marks=pytest.mark.slow
         ),
-        ("moerl.orchestration.reporting:Reporter.log", 6, "metrics.jsonl"),
+        pytest.param("moerl.orchestration.reporting:Reporter.log", 6, "metrics.jsonl", marks=pytest.mark.slow),
         pytest.param("moerl.orchestration.reporting:draw_curves", 1, "", marks=pytest.mark.slow),
     ],
     ids=["a dump", "metrics", "curves"],
@@ -289,6 +294,7 @@ def test_too_many_broken_answers_stop_the_run(forked: Runs, tmp_path: Path) -> N
     assert set(reasons(run)) == {"logprob_positive"}
 
 
+@pytest.mark.slow
 def test_what_was_put_aside_is_still_counted_after_a_kill(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     break_some: Fault = ("break_records", {"only": "rl-000000/", "count": 2})

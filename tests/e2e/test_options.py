@@ -32,6 +32,7 @@ def steps_of(run_dir: Path) -> Steps:
     return [row for row in rows(run_dir) if row["stage"] == "rl"]
 
 
+@pytest.mark.slow
 def test_without_sampling_masks_the_reported_mismatch_is_the_kept_mass(
     train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
 ) -> None:
@@ -92,7 +93,8 @@ def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
         assert layer["live_rows"] == [0.0] * len(layer["disagreement"])
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_change_nothing_and_are_verified_too(
     recompute: str, train: Callable[..., Steps], tiny: DoneRun
 ) -> None:

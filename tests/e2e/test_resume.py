@@ -90,7 +90,9 @@ def copy_of(run: DoneRun, folder: Path) -> Path:
     return Path(shutil.copytree(run.folder, folder / "run"))
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", pytest.param(".metadata", marks=pytest.mark.slow), "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["__0_0.distcp", *(pytest.param(each, marks=pytest.mark.slow) for each in (".metadata", "manifest.json"))]
+)
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(
     file: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
@@ -194,7 +196,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(("fault", "also_lost"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    ("fault", "also_lost"),
+    [
+        pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name == "in reinforcement learning"))
+        for name, each in LOSSES.items()
+    ],
+)
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(
     fault: Fault, also_lost: tuple[str, ...], forked: Runs, tmp_path: Path
 ) -> None:

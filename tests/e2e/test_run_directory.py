@@ -158,6 +158,7 @@ def test_a_corrupt_checkpoint_is_not_exported(tiny: DoneRun, forked: Runs, tmp_p
     assert "1-rl-000002 written to" in newest.output
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_long_says_what_it_is_doing(forked: Runs, tmp_path: Path) -> None:
     quiet = {"place": "moerl.telemetry.progress:PART_SECONDS", "value": 0.005}
     finished = forked.run("train", "recipe=tiny", f"run_dir='{tmp_path / 'run'}'", fault=("set_value", quiet))

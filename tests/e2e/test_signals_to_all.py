@@ -62,7 +62,7 @@ def test_a_run_of_many_processes_that_are_all_told_to_stop_stops_with_a_checkpoi
 @pytest.mark.parametrize(
     "signals",
     [
-        ("SIGTERM",),
+        pytest.param(("SIGTERM",), marks=pytest.mark.slow),
         ("SIGINT", "SIGTERM"),
         pytest.param(("SIGTERM", "SIGINT"), marks=pytest.mark.slow),
         pytest.param(("SIGHUP", "SIGTERM"), marks=pytest.mark.slow),

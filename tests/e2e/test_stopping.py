@@ -162,6 +162,7 @@ def test_a_step_that_outlasts_the_grace_time_is_given_up(forked: Runs, tiny: Don
     assert rows(run) == rows(tiny.folder)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_at_a_safe_point_and_a_second_one_at_once(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = tell("SIGINT", UPDATE, 6)

@@ -27,27 +27,40 @@ FOLDERS = ("moerl", "tests", "bench", "scripts")
 
 
 @cache
+def read() -> tuple[dict[Path, list[str]], set[str]]:
+    """The docstrings and comments of each file, and of all files the names in code and the words of other texts."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    found = {file: read_source(file.read_text(encoding="utf-8")) for file in files}
+    return {file: texts for file, (texts, _) in found.items()}, set().union(*(words for _, words in found.values()))
+
+
 def texts() -> dict[Path, list[str]]:
     """By file, its docstrings and its comments; those of lines in a row are one text."""
-    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-    return {file: texts_of(file.read_text(encoding="utf-8")) for file in files}
+    return read()[0]
 
 
-def texts_of(source: str) -> list[str]:
-    docstrings = [
-        node.value.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
+def read_source(source: str) -> tuple[list[str], set[str]]:
+    docstrings: dict[int, str] = {}
+    words: set[str] = set()
+    for node in ast.walk(ast.parse(source)):  # an expression comes before what it is made of
+        match node:
+            case ast.Expr(ast.Constant(str(text)) as constant):
+                docstrings[id(constant)] = text
+            case ast.Constant(str(text)) if id(node) not in docstrings:
+                words.update(re.findall(r"\w+", text))
+            case _:
+                pass
     comments: list[str] = []
     last = -2
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            words.add(token.string)
         if token.type == tokenize.COMMENT:
             text = token.string.lstrip("# ")
             is_more = token.start[0] == last + 1
             comments[-1:] = [f"{comments[-1]} {text}"] if is_more else [*comments[-1:], text]
             last = token.start[0]
-    return [*docstrings, *comments]
+    return [*docstrings.values(), *comments], words
 
 
 @cache
@@ -63,16 +76,7 @@ def wrong(check: Callable[[list[str], Path], list[str]]) -> list[str]:
 @cache
 def identifiers() -> set[str]:
     """All names in code and in texts that are no docstrings, and all words of YAML files and patches."""
-    found: set[str] = set()
-    for file in texts():
-        source = file.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        found |= {token.string for token in tokens if token.type == tokenize.NAME}
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found.update(re.findall(r"\w+", node.value))
+    found = set(read()[1])
     for file in (*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "patches").rglob("*.patch")):
         found.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
     return found
@@ -125,4 +129,6 @@ def test_a_dotted_name_leads_to_a_module_or_what_it_defines(name: str, is_there:
 
 
 def test_a_comment_of_several_lines_is_one_text() -> None:
-    assert texts_of('"""Doc."""\nx = 1  # one\n# two\n\n# three\n') == ["Doc.", "one two", "three"]
+    texts, words = read_source('"""Doc."""\nx = "of it"  # one\n# two\n\n# three\n')
+    assert texts == ["Doc.", "one two", "three"]
+    assert words == {"x", "of", "it"}

@@ -36,10 +36,11 @@ def command(config, **settings):
 for name in ("train", "sft", "rollout", "eval"):
     setattr(stand_in, f"run_{name}", command)
 sys.modules[stand_in.__name__] = stand_in
-from moerl.cli import main
-sys.exit(main(sys.argv[1:]))
+from moerl import cli
+cli.MODULES_OF_RUNS = ()
+sys.exit(cli.main(sys.argv[1:]))
 """
-"""The command line; instead of training, it waits until its standard input is closed."""
+"""The command line; instead of importing what trains and training, it waits until its standard input is closed."""
 
 Process = subprocess.Popen[str]
 

@@ -26,7 +26,7 @@ CASES = [
     *((COMPILED, width, dtype, 1) for width in (24, 64, 96, 128, 192, 256) for dtype in (WHOLE, HALF)),
     (COMPILED, 256, WHOLE, 3),
     *(
-        (other, width, dtype, size)
+        pytest.param(other, width, dtype, size, marks=[pytest.mark.slow] * (size == 1))
         for other in (TRANSFORMERS, "deepseek_v3", "glm4_moe", "olmoe")
         for width, dtype, size in ((96, WHOLE, 2), (256, WHOLE, 1), (256, HALF, 3))
     ),

@@ -52,14 +52,13 @@ def _oracle(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
     z = logits.astype(np.float64) / np.float32(p.temperature)
     probs = np.exp(z - z.max())
     probs /= probs.sum()
-    order = sorted(range(num_vocab), key=lambda i: (-z[i], i))
-    top_k = p.effective_top_k or num_vocab
-    weights, before = np.zeros(num_vocab), 0.0
-    for rank, token in enumerate(order):
-        inside = p.top_p >= 1 or before <= p.top_p
-        if rank < top_k and inside and probs[token] >= p.min_p * probs.max():
-            weights[token] = probs[token]
-        before += probs[token]
+    order = np.lexsort((np.arange(num_vocab), -z))
+    before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
+    inside = (before <= p.top_p) | (p.top_p >= 1)
+    is_kept = inside & (np.arange(num_vocab) < (p.effective_top_k or num_vocab))
+    is_kept &= probs[order] >= p.min_p * probs.max()
+    weights = np.zeros(num_vocab)
+    weights[order[is_kept]] = probs[order[is_kept]]
     return weights
 
 

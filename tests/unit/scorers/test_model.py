@@ -141,6 +141,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
         scorer.close()
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_longer_than_the_model_reads_is_refused(tmp_path: Path):
     path = write_model(tmp_path / "model", tied=False, seed=3, max_positions=10)
     scorer = ModelScorer(kind="model", path=path).open("scorers.teacher", tmp_path / "log")

@@ -171,6 +171,7 @@ print(plus_one(torch.ones(1)).item(), len(compilations))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
+@pytest.mark.slow
 def test_a_function_that_was_decorated_before_is_not_compiled_either() -> None:
     """A loss of the user, whose module the configuration has looked at."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED_BEFORE], capture_output=True, text=True)

@@ -269,6 +269,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs a file system of its own: Linux with user namespaces")
+@pytest.mark.slow
 def test_on_a_full_disk_the_checkpoint_before_stays_whole(untied: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

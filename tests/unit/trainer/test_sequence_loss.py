@@ -62,7 +62,12 @@ def expected(untied: Path, one_process: Ranks) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("number", "layout"), [(1, {}), (2, {"context": 2}), (2, {})], ids=["packed", "context", "data"]
+    ("number", "layout"),
+    [
+        pytest.param(1, {}, id="packed"),
+        pytest.param(2, {"context": 2}, id="context"),
+        pytest.param(2, {}, id="data", marks=pytest.mark.slow),
+    ],
 )
 def test_sequence_sums_and_the_gradients_through_them_are_those_of_one_sequence_per_microbatch(
     number: int, layout: dict[str, int], expected: dict[str, Any], untied: Path, processes: Callable[[int], Ranks]

@@ -163,7 +163,7 @@ def mixed(some: Sequence[DumpedRollout], others: Sequence[DumpedRollout], every:
     return [other if i % every == 0 else one for i, (one, other) in enumerate(zip(some, others, strict=True))]
 
 
-@pytest.mark.parametrize("times", [3.0, 5.0, 8.0])
+@pytest.mark.parametrize("times", [3.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (5.0, 8.0))])
 def test_noise_of_a_few_times_rounding_is_never_in_order(ground: Ground, times: float):
     floor = ground.diagnose(ground.clean).floor
     found = ground.diagnose([with_noise(rollout, times * floor) for rollout in ground.clean])

@@ -266,6 +266,7 @@ def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, 
     assert {finding.cause for finding in report.findings} == {"layer_shift"}
 
 
+@pytest.mark.slow
 def test_a_sound_dump_is_in_order_by_the_trainer_too(tmp_path: Path, model: Path, clean, run: Diagnosed):
     write_minimal(tmp_path / "dump.jsonl", clean)
     status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")

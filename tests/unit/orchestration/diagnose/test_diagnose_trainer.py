@@ -115,6 +115,7 @@ def test_a_trainer_at_the_engines_side_is_not_accused_if_the_model_is_another(
     assert (status, causes(report)) == (1, {"weights"})
 
 
+@pytest.mark.slow
 def test_a_tie_of_two_scorers_does_not_say_what_the_trainer_kept(
     tmp_path: Path, model: Path, plain: list[DumpedRollout], run: Diagnosed
 ):
@@ -150,6 +151,7 @@ def test_tokens_of_a_version_that_was_not_given_are_never_in_order(
     assert (status, report.verdict.level) == (0, "good")
 
 
+@pytest.mark.slow
 def test_rounding_is_measured_on_weights_that_a_rollout_names(
     tmp_path: Path, model: Path, other: Path, plain: list[DumpedRollout], run: Diagnosed
 ):

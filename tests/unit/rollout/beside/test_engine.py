@@ -196,11 +196,13 @@ def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> 
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_named_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nowhere"):
         open_engine(tmp_path, "nowhere")
 
 
+@pytest.mark.slow
 def test_a_process_that_no_engine_was_made_of_ends_and_leaves_nothing(tmp_path: Path) -> None:
     process = LocalProcess(tmp_path / "log")
     dismiss(process)
