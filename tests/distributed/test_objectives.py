@@ -19,7 +19,7 @@ from moerl.contract.batch import BatchTotals
 pytestmark = pytest.mark.timeout(900)
 
 CASES = [
-    pytest.param(Case(2, {"context": 2}), id="CP2"),
+    pytest.param(Case(2, {"context": 2}), id="CP2", marks=pytest.mark.slow),
     pytest.param(Case(2, {"tensor": 2}), id="TP2", marks=pytest.mark.distributed),
     pytest.param(Case(2, {"expert": 2}), id="EP2", marks=pytest.mark.distributed),
     pytest.param(Case(4, {"context": 2, "tensor": 2}, "full"), id="CP2-TP2", marks=pytest.mark.distributed),
@@ -65,6 +65,7 @@ def test_steps_of_every_algorithm_equal_those_of_one_process(
         assert tiny_moe.largest_difference(ranks[0][title][2], weights) < 1e-6, title
 
 
+@pytest.mark.slow
 def test_the_algorithms_are_not_the_same(one: dict[str, Any]) -> None:
     norms = {title: round(found[1], 6) for title, found in one.items()}
     assert len(set(norms.values())) >= 6, norms

@@ -31,8 +31,8 @@ def undisturbed(forked: Runs, sums: Sums, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def tiny(forked: Runs, tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
-    """`moerl train recipe=tiny`, from beginning to end."""
+    """`moerl train recipe=tiny`, from beginning to end, with curves."""
     folder = tmp_path_factory.mktemp("tiny") / "run"
-    finished = forked.run("train", "recipe=tiny", f"run_dir='{folder}'")
+    finished = forked.run("train", "recipe=tiny", f"run_dir='{folder}'", draws=True)
     assert finished.status == 0, finished.output
     return DoneRun(folder, finished)

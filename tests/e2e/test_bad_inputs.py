@@ -194,7 +194,11 @@ LATE = {
 }
 """The same for what is known only when libraries look at files."""
 
-HELP = ["--help", "plan --help", "sglang --help", *(f"{name} --help" for name in ("train", "eval", "plan memory"))]
+HELP = [
+    *("--help", "plan --help", "sglang --help"),
+    *(f"{name} --help" for name in ("train", "eval", "plan memory", "serve", "sglang install", "sglang check")),
+    "plan memory recipe=laptop",
+]
 
 IN_ONE_PROCESS = """
 import contextlib, functools, io, json, shlex, sys
@@ -291,7 +295,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def test_help_and_every_early_mistake_need_no_torch_and_each_mistake_is_named(folder: Path) -> None:
+def test_help_a_plan_and_every_early_mistake_need_no_torch_and_each_mistake_is_named(folder: Path) -> None:
     before = files(folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **NO_HUB}
     with TemporaryFile("w+") as asked:

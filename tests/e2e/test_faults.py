@@ -12,8 +12,8 @@ import pytest
 from moerl_runs import DoneRun, Fault, Finished, Runs, Sums, rows, summary
 
 
-def train(forked: Runs, run: Path, *overrides: str, fault: Fault) -> Finished:
-    return forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides, fault=fault)
+def train(forked: Runs, run: Path, *overrides: str, fault: Fault, draws: bool = False) -> Finished:
+    return forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides, fault=fault, draws=draws)
 
 
 def rl_steps(run: Path) -> list[int]:
@@ -197,7 +197,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
 ) -> None:
     run = tmp_path / "run"
     # As much as its output may take.
-    stopped = train(forked, run, fault=("fill_disk", {"place": place, "call": call, "room_bytes": 4096}))
+    full: Fault = ("fill_disk", {"place": place, "call": call, "room_bytes": 4096})
+    stopped = train(forked, run, fault=full, draws=True)
     assert stopped.status == 1, stopped.output
     path = run / file if file else run
     assert re.search(f"error: cannot write {path}; seen: .*File too large.*; expected: room", stopped.output)

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ print(len(names), failed)
 '''
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_where_packages_for_gpus_are_out_of_reach() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EVERY_MODULE, *PACKAGES], capture_output=True, text=True, check=False

@@ -115,7 +115,9 @@ ENDLESS = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name", ["loops in loops", *(pytest.param(each, marks=pytest.mark.slow) for each in [*ENDLESS][1:])]
+)
 def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("moerl.orchestration.templates.SECONDS", 1.0)
     message = refusal(chat_tokenizer(ENDLESS[name]), {"role": "user", "content": "Go on."})

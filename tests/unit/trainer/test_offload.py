@@ -65,7 +65,8 @@ def check_digits(results: list[list[tuple[Run, Run]]]) -> None:
         assert whole / 2 <= half < 0.75 * whole
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_in_host_memory_gives_the_digits_of_a_resident_one_and_goes_on_from_each_other(
     dtype: str, untied: Path, tmp_path: Path, one_process: Ranks
 ) -> None:

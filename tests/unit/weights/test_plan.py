@@ -116,7 +116,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelDescription, ParallelDims]:
     return sizes, draw(st.sampled_from([dims for dims in every if not layout_problems(dims, sizes)]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layout=layouts(),
     bucket_bytes=st.integers(1, 1 << 18),

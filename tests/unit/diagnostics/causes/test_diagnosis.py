@@ -92,7 +92,10 @@ def test_a_sound_dump_accuses_nothing_and_its_gap_is_masks_routing_and_rounding(
     assert verdict(found.findings, found.decompositions, found.floor).level == "good"
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# `test_fault_matrix.py` plants those of every cause.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("no masks", "layer late"))) for name in FAULTS]
+)
 def test_a_planted_fault_is_named_alone_with_its_cost(ground: Ground, name: str):
     plant, cause = FAULTS[name]
     found = ground.diagnose(plant(ground.clean))

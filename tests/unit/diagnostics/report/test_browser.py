@@ -85,6 +85,7 @@ def test_every_chart_is_drawn_without_a_request_or_a_message(page: Page, folder:
     assert page.evaluate("document.querySelectorAll('script').length") == 3
 
 
+@pytest.mark.slow
 def test_curves_of_a_sweep_are_drawn_with_a_legend_of_all_settings(page: Page, folder: Path) -> None:
     page.open(folder / "sweep.html")
     assert page.evaluate(DRAWN) == ["reward", "mismatch"]
@@ -103,6 +104,7 @@ def test_the_policy_stops_a_script_that_is_not_ours(page: Page, folder: Path) ->
     assert any("Content Security Policy" in line for line in page.log)
 
 
+@pytest.mark.slow
 def test_a_metric_is_chosen_by_keyboard_and_its_table_follows(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     page.evaluate("document.getElementById('steps-choice').focus()")
@@ -126,6 +128,7 @@ def test_a_metric_is_chosen_by_keyboard_and_its_table_follows(page: Page, folder
     assert is_clean(page), page.log
 
 
+@pytest.mark.slow
 def test_tokens_are_walked_with_the_arrow_keys(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     at = "document.activeElement.getAttribute('aria-label')"
@@ -145,6 +148,7 @@ def test_tokens_are_walked_with_the_arrow_keys(page: Page, folder: Path) -> None
     assert page.evaluate("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
 
 
+@pytest.mark.slow
 def test_the_turns_of_an_episode_are_named_above_their_tokens(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     names = "[...document.querySelectorAll('.tokens .turn-name')].map(each => each.textContent)"
@@ -158,6 +162,7 @@ def test_the_turns_of_an_episode_are_named_above_their_tokens(page: Page, folder
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
 def test_versions_of_a_conversation_have_colours_of_their_own(page: Page, folder: Path, scheme: str) -> None:
     page.scheme(scheme)
     page.open(folder / "full.html")
@@ -170,6 +175,7 @@ def test_versions_of_a_conversation_have_colours_of_their_own(page: Page, folder
     assert is_clean(page), page.log
 
 
+@pytest.mark.slow
 def test_every_control_is_reached_with_the_tab_key(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     reached: set[str] = set()
@@ -180,6 +186,7 @@ def test_every_control_is_reached_with_the_tab_key(page: Page, folder: Path) -> 
     assert selects | {"theme", "SUMMARY"} <= reached
 
 
+@pytest.mark.slow
 def test_the_theme_follows_the_system_until_it_is_chosen(page: Page, folder: Path) -> None:
     page.open(folder / "full.html")
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -221,6 +228,7 @@ CUT = """[...document.querySelectorAll('body, main, .scroll, .plot, .card, .samp
 
 @pytest.mark.parametrize("width", [390, 768, 1280])
 @pytest.mark.parametrize("name", PAGES)
+@pytest.mark.slow
 def test_labels_of_an_axis_do_not_collide(page: Page, folder: Path, name: str, width: int) -> None:
     page.size(width, 900)
     page.open(folder / f"{name}.html")
@@ -228,6 +236,7 @@ def test_labels_of_an_axis_do_not_collide(page: Page, folder: Path, name: str, w
 
 
 @pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.slow
 def test_nothing_is_cut_on_a_phone(page: Page, folder: Path, name: str) -> None:
     page.size(390, 844)
     page.open(folder / f"{name}.html")
@@ -235,6 +244,7 @@ def test_nothing_is_cut_on_a_phone(page: Page, folder: Path, name: str) -> None:
     assert page.evaluate(CUT) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_if_a_window_becomes_narrow(page: Page, folder: Path) -> None:
     page.open(folder / "comparison.html")
     page.size(PAPER, 844)
@@ -243,6 +253,7 @@ def test_nothing_is_cut_if_a_window_becomes_narrow(page: Page, folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.slow
 def test_nothing_is_cut_on_paper(page: Page, folder: Path, name: str) -> None:
     page.open(folder / f"{name}.html")
     width = "document.querySelector('.plot svg').getBoundingClientRect().width"
@@ -275,12 +286,14 @@ def test_the_first_screen_of_a_run_has_reward_accuracy_gap_and_samples(page: Pag
 
 
 @pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.slow
 def test_a_narrow_window_scrolls_tables_and_not_the_page(page: Page, folder: Path, width: int) -> None:
     page.size(width, 800)
     page.open(folder / "hostile.html")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_paper_is_white_with_charts_and_without_controls(page: Page, folder: Path, tmp_path: Path) -> None:
     page.open(folder / "full.html")
     page.scheme("dark")
@@ -304,12 +317,14 @@ def test_paper_is_white_with_charts_and_without_controls(page: Page, folder: Pat
     assert 3 <= pdf.count(b"/Type /Page\n") <= 14
 
 
+@pytest.mark.slow
 def test_a_comparison_is_drawn(page: Page, folder: Path) -> None:
     page.open(folder / "comparison.html")
     assert page.evaluate(DRAWN) == ["decomposition", "steps", "layers"]
     assert is_clean(page), page.log
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_long_run_of_a_deep_model_is_drawn(page: Page, tmp_path: Path) -> None:
     write_report(long_report(), tmp_path / "long.html")

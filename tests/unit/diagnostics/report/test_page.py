@@ -184,6 +184,7 @@ def test_every_chart_has_a_sentence_and_a_table(tmp_path: Path) -> None:
         assert "<summary>Numbers of this chart</summary>" in figure
 
 
+@pytest.mark.slow
 def test_a_long_run_of_a_deep_model_fits_and_the_page_says_what_it_left_out(tmp_path: Path) -> None:
     text = page_of(long_report(num_metrics=140), tmp_path)
     assert 1_000_000 < len(text.encode()) <= 5_000_000
