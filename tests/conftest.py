@@ -31,6 +31,7 @@ GROUPS = {
     "tests/e2e/test_bad_inputs.py": "whole runs",
     "tests/e2e/test_dumps.py": "whole runs",
     "tests/e2e/test_episodes.py": "whole runs",
+    "tests/e2e/test_examples.py": "whole runs",
     "tests/e2e/test_games.py": "whole runs",
     "tests/e2e/test_options.py": "whole runs",
     "tests/e2e/test_parallel.py": "whole runs",

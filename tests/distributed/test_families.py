@@ -35,13 +35,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Processes and parallel sizes; data parallelism takes what is left."""
 QUICK = {("deepseek_v3", "TP2"), ("deepseek_v3", "VPP2"), ("glm4_moe", "PP2")}
-"""Besides one process, for `make test`; the others are for `make test-distributed`."""
+"""Besides each family in one process, for `make test`; the others, and variants, are for `make test-distributed`."""
 CASES = [
     pytest.param(
         name,
         *LAYOUTS[layout],
         id=f"{name}-{layout}",
-        marks=() if layout == "one" or (name, layout) in QUICK else pytest.mark.distributed,
+        marks=() if (layout == "one" and "-" not in name) or (name, layout) in QUICK else pytest.mark.distributed,
     )
     for name in FAMILIES
     for layout in LAYOUTS

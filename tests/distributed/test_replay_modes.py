@@ -28,7 +28,7 @@ LAYOUTS = pytest.mark.parametrize(
     [
         pytest.param(TP, "none", id="TP2", marks=pytest.mark.slow),
         pytest.param(PP, "none", id="PP2", marks=pytest.mark.slow),
-        pytest.param(CP, "none", id="CP2"),
+        pytest.param(CP, "none", id="CP2", marks=pytest.mark.slow),
         pytest.param({}, "full", id="DP2-full", marks=pytest.mark.slow),
         pytest.param(TP, "full", id="TP2-full", marks=pytest.mark.slow),
         pytest.param(PP, "full", id="PP2-full"),
@@ -278,7 +278,7 @@ TAMPERS = (tiny_moe.shift_rows, tiny_moe.shift_layers, swap_two_rows)
                 sizes,
                 each,
                 id=f"{name}-{each.__name__}",
-                marks=[pytest.mark.slow] * (each is not TAMPERS[0] or name not in ("TP2", "PP2")),
+                marks=[pytest.mark.slow] * (each is not TAMPERS[0] or name != "PP2"),
             )
             for name, sizes in {"DP2": {}, "TP2": TP, "PP2": PP, "CP2": CP}.items()
             for each in TAMPERS

@@ -146,6 +146,7 @@ def settled(max_examples: int) -> settings:
     )
 
 
+@pytest.mark.distributed
 @settled(2)
 @given(example=examples([(processes, sizes) for processes, sizes in LAYOUTS if len(sizes) > 1], fewest=4))
 def test_routing_is_enforced_as_recorded_and_gradients_are_those_of_one_process(

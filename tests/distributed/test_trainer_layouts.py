@@ -82,7 +82,7 @@ def score(layout: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, A
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *(pytest.param("untied", layout, marks=[pytest.mark.slow] * (layout == "TP2-EP2")) for layout in LAYOUTS),
+        *(pytest.param("untied", layout, marks=() if layout in ("TP2", "EP2") else SLOW) for layout in LAYOUTS),
         *(pytest.param("tied", layout, marks=[pytest.mark.slow] * (layout != "PP2")) for layout in LAYOUTS),
     ],
 )

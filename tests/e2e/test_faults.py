@@ -122,7 +122,7 @@ WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
 
 ALIKE = {
     *("layers", "trajectories", "trajectories of equal length", "prompts left to the router", "prompts not sent"),
-    "a router without gradient",
+    *("a router without gradient", "rows cut off"),
 }
 """Faults that are found as those beside them, or in tests of one process: slow."""
 
@@ -315,6 +315,7 @@ def test_what_was_put_aside_is_still_counted_after_a_kill(forked: Runs, tmp_path
     assert summary(run)["num_quarantined"] == 3
 
 
+@pytest.mark.slow
 def test_a_step_without_any_valid_answer_stops_the_run(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fault = ("break_records", {"only": "rl-000000/", "count": 16})

@@ -44,7 +44,7 @@ def test_several_senders_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"0\.0[45] s at", text)
 
 
-@pytest.mark.parametrize(("servers", "seconds"), [(1, "1.22"), (4, "1.23"), (8, "1.24"), (64, "1.38")])
+@pytest.mark.parametrize(("servers", "seconds"), [(1, "1.22"), (64, "1.38")])
 def test_servers_of_one_sender_pass_buckets_on_to_one_another(
     servers: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -52,7 +52,7 @@ def test_servers_of_one_sender_pass_buckets_on_to_one_another(
     assert f"\n{seconds} s at" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("senders", "seconds"), [(2, "2.44"), (4, "1.22"), (8, "1.22")])
+@pytest.mark.parametrize(("senders", "seconds"), [(2, "2.44"), (8, "1.22")])
 def test_each_of_several_senders_sends_to_every_server_and_servers_take_one_bucket_at_a_time(
     senders: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

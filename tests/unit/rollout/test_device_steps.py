@@ -280,11 +280,12 @@ def served(engine: EmbeddedEngine, lengths: Sequence[int]) -> dict[str, Trajecto
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_device")
 def test_longer_requests_seldom_have_steps_recorded_again(make_model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_steps, "LEAST_TOKENS", 8)
     monkeypatch.setattr(schedule, "_ROOM_TOKENS", 4)
-    model, lengths = make_model().double(), [15, 18, 31, 60, 90]
+    model, lengths = make_model().double(), [9, 15, 18, 31, 40, 60, 90]
     found: list[dict[str, Trajectory]] = []
     # Room for 16 (or the 24 that are planned), 32, 64 and all 96 positions of the model; steps read at most 8, 16, ...
     # tokens, or all of it. With a plan for all of them there is one room.

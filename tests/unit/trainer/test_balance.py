@@ -79,7 +79,7 @@ def judged_norm(name: str, path: Path, samples: list[TrainSample], *, enforce: b
     return float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in judge.gradients().values())))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("enforce", [True, False], ids=["enforced", "natural"])
 def test_the_load_balancing_loss_counts_the_rows_that_were_dispatched(
     enforce: bool, recompute: str, model: tuple[str, Path], one_process: Ranks

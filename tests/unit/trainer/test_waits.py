@@ -30,7 +30,10 @@ def waits_of_a_step(layout: Any, path: Path, enforce: bool, options: dict[str, A
     return Counter(f"{each.kind} in {each.module}:{each.line}" for each in seen.synchronisations), seen.table()
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "full"}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"dtype": "bfloat16"}))],
+)
 def test_a_step_with_replay_and_proof_waits_as_often_as_one_without(
     options: dict[str, Any], untied: Path, one_process: Ranks
 ) -> None:

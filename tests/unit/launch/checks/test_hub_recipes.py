@@ -170,6 +170,7 @@ def test_gsm8k_is_read_with_its_own_test_split_worded_without_thinking_and_rewar
     assert reward(task, row, tmp_path, *right, *wrong, "I do not know.") == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_problems_are_read_without_those_that_fail_their_own_tests_and_programs_read_their_input(
     place: Path, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_scripts_of_a_set_are_never_run(answers: tuple[dict[str, Any], list[str]
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_was_fetched_once_is_found_without_the_hub(tmp_path: Path):
     overrides = [ASKED["both splits"], ASKED["other subset"], ASKED["revision"]]
     sets = {"owner/sums": {"main": files("new"), "v1": files("old")}}
