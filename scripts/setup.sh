@@ -68,10 +68,11 @@ install_all_with_pip() {
     local pid status=0
     awk '/^[^ #]/ {is_of_torch = /^(torch|triton|nvidia-|cuda-)/} {print > (".venv/" (is_of_torch ? "torch" : "others") ".lock")}' \
         requirements/run.lock
-    install_with_pip --require-hashes -r .venv/torch.lock &
+    install_with_pip --require-hashes -r .venv/torch.lock >.venv/torch.log 2>&1 &
     pid=$!
     install_with_pip --require-hashes -r .venv/others.lock || status=$?
-    wait "$pid" || status=$?
+    # The end of the log is what failed.
+    wait "$pid" || { status=$?; cat .venv/torch.log; }
     return "$status"
 }
 

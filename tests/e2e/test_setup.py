@@ -74,6 +74,33 @@ def test_setup_refuses_a_download_whose_hash_is_another(checkout: Path) -> None:
     assert not (checkout / ".venv/.ready").exists()
 
 
+PIP = """#!/bin/sh
+case "$*" in
+*version_info*) ;;
+*-r*{half}.lock*) echo of the half that fails; exit 1 ;;
+*) yes of another | head -n 100 ;;
+esac
+"""
+"""Stands in for an interpreter whose pip cannot install one half of the packages."""
+
+
+@pytest.mark.parametrize("half", ["torch", "others"])
+def test_the_last_that_setup_tells_of_packages_is_the_half_that_failed(checkout: Path, half: str) -> None:
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    (checkout / ".venv/lib/python3.12/site-packages").mkdir(parents=True)
+    python.write_text(PIP.format(half=half))
+    python.chmod(0o755)
+    done = set_up(checkout, "INSTALLER=pip")
+    assert done.returncode != 0
+    *_, told, error = (line for line in done.stderr.splitlines() if not line.startswith("make"))
+    assert told == "of the half that fails"
+    assert error.startswith("error: all packages could not be installed; ")
+    assert not (checkout / ".venv/.ready").exists()
+    halves = "".join((checkout / ".venv" / f"{name}.lock").read_text() for name in ("torch", "others"))
+    assert sorted(halves.splitlines()) == sorted((checkout / "requirements/run.lock").read_text().splitlines())
+
+
 def test_setup_says_before_any_download_that_the_disk_is_too_full(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     full = tmp_path / "bin" / "df"
