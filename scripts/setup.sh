@@ -81,8 +81,13 @@ install() {
     local what=$1 began=$SECONDS said=$SECONDS pause=15 pid
     shift
     [ ! -t 1 ] || pause=1
-    "$@" >>"$LOG" 2>&1 &
+    # A process group of its own, all of which ends with the set-up: jobs of a script ignore Ctrl-C.
+    set -m
+    (set +m && "$@") </dev/null >>"$LOG" 2>&1 &
     pid=$!
+    set +m
+    trap 'kill -- "-$pid"; exit 130' INT
+    trap 'kill -- "-$pid"; exit 143' TERM HUP
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         if [ $((SECONDS - said)) -ge "$pause" ]; then
@@ -91,10 +96,12 @@ install() {
         fi
     done
     if ! wait "$pid"; then
+        trap - INT TERM HUP
         [ ! -t 1 ] || echo
         tail -n 20 "$LOG" >&2
         fail "$what could not be installed; all that was tried is in $LOG. Run make setup again when it is solved"
     fi
+    trap - INT TERM HUP
     say_progress "$what" "$began"
     [ ! -t 1 ] || echo
 }

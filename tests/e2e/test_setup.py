@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
 import pytest
+from waiting import eventually, is_alive, status_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1800)
@@ -76,21 +79,25 @@ def test_setup_refuses_a_download_whose_hash_is_another(checkout: Path) -> None:
 
 PIP = """#!/bin/sh
 case "$*" in
+*-r*{name}.lock*) {does} ;;
 *version_info*) ;;
-*-r*{half}.lock*) echo of the half that fails; exit 1 ;;
 *) yes of another | head -n 100 ;;
 esac
 """
-"""Stands in for an interpreter whose pip cannot install one half of the packages."""
+
+
+def stand_in(checkout: Path, name: str, does: str) -> None:
+    """Makes an interpreter whose pip does this with a lock of this name."""
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    (checkout / ".venv/lib/python3.12/site-packages").mkdir(parents=True)
+    python.write_text(PIP.format(name=name, does=does))
+    python.chmod(0o755)
 
 
 @pytest.mark.parametrize("half", ["torch", "others"])
 def test_the_last_that_setup_tells_of_packages_is_the_half_that_failed(checkout: Path, half: str) -> None:
-    python = checkout / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    (checkout / ".venv/lib/python3.12/site-packages").mkdir(parents=True)
-    python.write_text(PIP.format(half=half))
-    python.chmod(0o755)
+    stand_in(checkout, half, "echo of the half that fails; exit 1")
     done = set_up(checkout, "INSTALLER=pip")
     assert done.returncode != 0
     *_, told, error = (line for line in done.stderr.splitlines() if not line.startswith("make"))
@@ -99,6 +106,25 @@ def test_the_last_that_setup_tells_of_packages_is_the_half_that_failed(checkout:
     assert not (checkout / ".venv/.ready").exists()
     halves = "".join((checkout / ".venv" / f"{name}.lock").read_text() for name in ("torch", "others"))
     assert sorted(halves.splitlines()) == sorted((checkout / "requirements/run.lock").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_what_setup_started_ends_with_it(checkout: Path, tmp_path: Path, name: str) -> None:
+    pids = tmp_path / "pids"
+    stand_in(checkout, "[to][ot][rh]*", f"echo $$ >> {pids}; exec sleep 600")
+    command = ["env", "--default-signal=INT", "INSTALLER=pip", "bash", "scripts/setup.sh"]
+    process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        process.send_signal(signal.Signals[name])
+        assert status_of(process, 30.0) == {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 143}[name]
+        eventually(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()))
+    finally:
+        process.kill()
+        process.wait()
+        for pid in pids.read_text().split() if pids.exists() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def test_setup_says_before_any_download_that_the_disk_is_too_full(checkout: Path, tmp_path: Path) -> None:
