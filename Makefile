@@ -20,7 +20,7 @@ MAX_JOBS ?= 4
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml scripts/setup.sh requirements/build.lock requirements/run.lock
-	@PYTHON="$(PYTHON)" INSTALLER="$(INSTALLER)" bash scripts/setup.sh
+	@exec env PYTHON="$(PYTHON)" INSTALLER="$(INSTALLER)" bash scripts/setup.sh
 
 # Newer versions: resolves pyproject.toml and requirements/*.in again. Needs uv.
 lock:

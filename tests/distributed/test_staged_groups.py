@@ -150,7 +150,7 @@ def test_a_weight_update_of_a_gpu_sees_its_transfers_end(staged_processes: Ranks
 
 def stuck_transfer(monkeypatch: pytest.MonkeyPatch, wait: Callable[[timedelta], object]) -> Any:
     """Makes a transfer whose group waits so."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "bench")])
     return importlib.import_module("_staged_groups")._Transfer(SimpleNamespace(wait=wait), [], None, 1)
 
 
