@@ -49,11 +49,11 @@ def assert_scores_are_exact(case: Case) -> None:
     assert_close(scores.logprobs_T, expected, floor=scale)
     entropy = -(dense.exp() * dense.masked_fill(~case.keep, 0.0)).sum(-1)
     assert_close(scores.entropy_T, entropy, floor=scale)
-    # A gradient is a sum of `(1 - p) * factor`, in which p is rounded relative to 1 however close to 1 it is; of an
-    # entropy, of `p (log p + entropy) * factor`, in which log-probs are rounded as above.
+    # A gradient is a sum of `(1 - p) * factor`; of an entropy, of `p (log p + entropy) * factor`. In both log-probs are
+    # rounded as above.
     factors = [float(x.detach().abs().max() / case.temperatures.min()) for x in (weight[:VOCAB], hidden)]
     both = scores.logprobs_T - scores.entropy_T, expected - entropy
-    for ours, theirs, size in ((scores.logprobs_T, expected, 1.0), (scores.entropy_T, entropy, scale), (*both, scale)):
+    for ours, theirs in ((scores.logprobs_T, expected), (scores.entropy_T, entropy), both):
         actual = gradients(ours, weights, case.hidden, case.weight)
         wanted = gradients(theirs, weights, hidden, weight)
         for mine, others, factor in zip(actual, wanted, factors, strict=True):
@@ -61,7 +61,7 @@ def assert_scores_are_exact(case: Case) -> None:
                 # Of the head, listed and open rows are rounded one after the other.
                 assert_close(mine, others, BFLOAT16 if ours is scores.logprobs_T else 2 * BFLOAT16)
             else:
-                assert_close(mine, others, floor=size * factor)
+                assert_close(mine, others, floor=scale * factor)
         assert torch.count_nonzero(actual[1][VOCAB:]) == 0
 
 
