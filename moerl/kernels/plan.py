@@ -142,7 +142,7 @@ class HostPlan:
         rows_E, ids_E = kept["rows"][entries_E], kept["ids"][entries_E]
         is_target_E = ids_E == rows.target_ids_T[rows_E]
         _check_listed(rows_E, ids_E, is_target_E, rows.num_rows, shard.vocab_size)
-        _check_temperatures(rows.temperatures_T[rows_E])
+        _check_temperatures(rows.temperatures_T, rows_E)
         arrays: Arrays = {f"kept.{name}": array for name, array in kept.items()}
         arrays |= {f"full.{name}": array for name, array in full.items()}
         arrays |= {"temperatures": rows.temperatures_T.astype(np.float32), "open": open_T}
@@ -197,8 +197,8 @@ def plan_full(rows: Rows, chosen_T: NDArray[np.bool_], head: Head | HeadInputs) 
 
 def _full_arrays(chosen_T: NDArray[np.bool_], rows: Rows, head: Head | HeadInputs) -> Arrays:
     rows_R = np.flatnonzero(chosen_T)
-    _check_targets(rows.target_ids_T[rows_R], head.shard.vocab_size)
-    _check_temperatures(rows.temperatures_T[rows_R])
+    _check_targets(rows.target_ids_T, rows_R, head.shard.vocab_size)
+    _check_temperatures(rows.temperatures_T, rows_R)
     return {
         "rows_R": rows_R,
         "temperatures_R": rows.temperatures_T[rows_R].astype(np.float32),
@@ -250,27 +250,27 @@ def _check_sets(kept: KeptSets, truncated_T: NDArray[np.bool_]) -> None:
         )
 
 
-def _check_temperatures(temperatures: NDArray[np.floating]) -> None:
-    """Raises `ContractError` if a temperature is not positive (0 is greedy: nothing to differentiate)."""
-    wrong = ~(temperatures > 0)
-    if wrong.any():
+def _check_temperatures(temperatures_T: NDArray[np.floating], rows_R: NDArray[np.integer]) -> None:
+    """Raises `ContractError` if a temperature of these rows is not positive (0 is greedy: nothing to differentiate)."""
+    wrong = rows_R[~(temperatures_T[rows_R] > 0)]
+    if len(wrong):
         raise ContractError(
             Reason.TEMPERATURE_NOT_POSITIVE,
             field="temperatures",
-            seen=float(temperatures[wrong][0]),
+            seen=f"{temperatures_T[wrong[0]]} on row {wrong[0]}",
             expected="> 0 on every scored row",
             remedy="greedy tokens are not trainable: leave them out of the selected rows",
         )
 
 
-def _check_targets(target_ids: NDArray[np.integer], vocab_size: int) -> None:
-    """Raises `ContractError` if a target is no token of the vocabulary."""
-    outside = (target_ids < 0) | (target_ids >= vocab_size)
-    if outside.any():
+def _check_targets(target_ids_T: NDArray[np.integer], rows_R: NDArray[np.integer], vocab_size: int) -> None:
+    """Raises `ContractError` if a target of these rows is no token of the vocabulary."""
+    outside = rows_R[(target_ids_T[rows_R] < 0) | (target_ids_T[rows_R] >= vocab_size)]
+    if len(outside):
         raise ContractError(
             Reason.TARGET_OUTSIDE_VOCABULARY,
             field="target_ids",
-            seen=int(target_ids[outside][0]),
+            seen=f"{target_ids_T[outside[0]]} on row {outside[0]}",
             expected=f"an id in [0, {vocab_size})",
             remedy="score only rows whose target is a token; check that engine and trainer share a tokenizer",
         )
