@@ -3,7 +3,7 @@ accused, and nothing is green that is more than rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -70,7 +70,7 @@ def _recorded(found: Diagnosis) -> float:
 
 
 @pytest.fixture(scope="module")
-def ground_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ground]:
+def ground_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ground]]:
     @cache
     def make(model: str, seed: int = 0, num_groups: int = 6) -> Ground:
         folder = tmp_path_factory.mktemp("models")
@@ -78,7 +78,10 @@ def ground_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ground]
         old = write_model(folder / "old", model, seed, drift=0.2)
         return Ground.of(now, old, seed=seed, num_groups=num_groups)
 
-    return make
+    yield make
+    # Models and their scores: over a gigabyte, in each test process.
+    make.cache_clear()
+    _of_clean.cache_clear()
 
 
 def test_a_fifth_of_the_rollouts_with_a_fault_is_named(ground_of: Callable[..., Ground]) -> None:
