@@ -2,7 +2,8 @@
 
 First dot products of listed pairs and both gradients by themselves, against float64. Then log-probs, entropies and
 their gradients of `score_kept` against a dense masked log-softmax in float64, once with every listed id computed by the
-kernels (*rare*) and once with every one as a column of a matrix product (*common*). All twice: the bits are the same.
+kernels (*rare*) and once with every one as a column of a matrix product (*common*); the head's gradient also as it is
+added to a float32 sum of gradients. All twice: the bits are the same.
 On a CPU Triton interprets the kernels.
 
 Errors are relative to the largest value, those of log-probs and entropies to the largest logit if that is more.
@@ -28,6 +29,7 @@ from torch import Tensor
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels import device_pairs, products, sparse_triton
 from moerl.kernels.device_scores import write_pair_gradients
+from moerl.kernels.full import HeadGradients
 from moerl.kernels.head import Head, HeadInputs, VocabShard
 from moerl.kernels.plan import DeviceListed, Rows, ScorePlan, plan_rows
 from moerl.kernels.scores import score_kept
@@ -74,8 +76,11 @@ class Case:
 
     @property
     def inputs(self) -> HeadInputs:
-        num_vocab = len(self.weight_VH)
-        return Head(self.weight_VH, VocabShard.from_group(num_vocab, num_vocab, None)).enter(self.hidden_TH)
+        return self.enter()
+
+    def enter(self, main_grad_VH: Tensor | None = None) -> HeadInputs:
+        shard = VocabShard.from_group(len(self.weight_VH), len(self.weight_VH), None)
+        return Head(self.weight_VH, shard, main_grad_VpH=main_grad_VH).enter(self.hidden_TH)
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor]:
@@ -146,7 +151,7 @@ def kernel_results(name: str, case: Case, limit: float) -> Iterator[Result]:
         grad_TH = torch.empty_like(inputs.hidden_TH, dtype=inputs.dtype)
         grad_VH = torch.empty_like(inputs.weight_VpH)
         sparse_triton.dots(inputs, pairs, z_N)
-        write_pair_gradients(inputs, pairs, grad_N, grad_TH, grad_VH)
+        write_pair_gradients(inputs, pairs, grad_N, HeadGradients(grad_TH, grad_VH, is_new=True))
         return z_N, grad_TH, grad_VH
 
     found, again = compute(), compute()
@@ -176,19 +181,20 @@ def score_results(name: str, case: Case, path: str, limit: float) -> Iterator[Re
     # Listed and open rows of the head's gradient are rounded one after the other, and so are the factors of a product.
     for part, mine, other in zip(("log-probs", "entropies"), found, wanted, strict=False):
         yield at_most(f"{name}: {part}", difference(mine, other, floor=wanted.largest_logit), score_limit)
-    for part, mine, other in zip(("hidden states", "the head"), found[2:], wanted[2:], strict=True):
+    gradients_of = ("hidden states", "the head", "the head, added to a sum")
+    for part, mine, other in zip(gradients_of, found[2:], (*wanted[2:], wanted[3]), strict=True):
         floor = wanted.largest_factor
         yield at_most(f"{name}: gradient of {part}", difference(mine, other, floor=floor), 2 * limit)
     yield same_bits(name, found, again)
 
 
 def scores(case: Case, path: str) -> tuple[Tensor, ...]:
-    found = score_kept(case.inputs, case.plan(path))
-    return (
-        found.logprobs_T.detach(),
-        found.entropy_T.detach(),
-        *gradients(found.logprobs_T, found.entropy_T, case.leaves),
-    )
+    """Returns log-probs, entropies, gradients of hidden states and head, and the latter in a sum of gradients."""
+    plan, main_grad_VH = case.plan(path), torch.zeros_like(case.weight_VH, dtype=torch.float32)
+    found, added = score_kept(case.inputs, plan), score_kept(case.enter(main_grad_VH), plan)
+    own = gradients(found.logprobs_T, found.entropy_T, case.leaves)
+    gradients(added.logprobs_T, added.entropy_T, (case.hidden_TH,))
+    return found.logprobs_T.detach(), found.entropy_T.detach(), *own, main_grad_VH
 
 
 class Exact(tuple[Tensor, ...]):
@@ -214,7 +220,7 @@ def exact(case: Case) -> Exact:
     return found
 
 
-def gradients(logprobs_T: Tensor, entropy_T: Tensor, leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def gradients(logprobs_T: Tensor, entropy_T: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the gradients of a loss that weighs rows differently."""
     weights_T = torch.linspace(-1.0, 2.0, len(logprobs_T), device=logprobs_T.device, dtype=logprobs_T.dtype)
     return torch.autograd.grad(((logprobs_T - 0.1 * entropy_T) * weights_T).sum(), leaves)

@@ -23,9 +23,9 @@ class Pass:
     peak_bytes: int
 
 
-def measure_pass(step: Callable[[], Sequence[Tensor]], excluded: int) -> Pass:
-    """Runs `step`, which returns gradients that it allocated; `excluded`: which of them is shared by all contestants
-    and counted apart."""
+def measure_pass(step: Callable[[], Sequence[Tensor]], excluded: int | None = None) -> Pass:
+    """Runs `step`, which returns tensors that it allocated; `excluded`: which of them, a gradient that all contestants
+    make, is counted apart; None if none is."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         wall, cpu = time.perf_counter(), time.process_time()
         gradients = step()
@@ -35,13 +35,16 @@ def measure_pass(step: Callable[[], Sequence[Tensor]], excluded: int) -> Pass:
         profiler.export_chrome_trace(str(trace))
         events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
     events.sort(key=lambda event: event["args"]["Ev Idx"])
-    return Pass(wall_seconds, cpu_seconds, _peak([event["args"] for event in events], gradients[excluded]))
+    own = None if excluded is None else gradients[excluded]
+    return Pass(wall_seconds, cpu_seconds, _peak([event["args"] for event in events], own))
 
 
-def _peak(events: Sequence[dict[str, int]], excluded: Tensor) -> int:
+def _peak(events: Sequence[dict[str, int]], excluded: Tensor | None) -> int:
     """Largest running total without the last allocation at the address of `excluded`."""
-    address, size = excluded.untyped_storage().data_ptr(), excluded.untyped_storage().nbytes()
-    own = max(index for index, event in enumerate(events) if (event["Addr"], event["Bytes"]) == (address, size))
+    own = -1
+    if excluded is not None:
+        address, size = excluded.untyped_storage().data_ptr(), excluded.untyped_storage().nbytes()
+        own = max(index for index, event in enumerate(events) if (event["Addr"], event["Bytes"]) == (address, size))
     alive = peak = 0
     for index, event in enumerate(events):
         alive += 0 if index == own else event["Bytes"]

@@ -108,8 +108,8 @@ def main() -> None:
         dots = {"BLOCK": sparse.DOT_WIDTH, "PAIRS": sparse.DOT_PAIRS, "ACCUMULATE": accumulate}
         built |= {
             check(sparse.dots_kernel, half, sums, **dots),
-            check(sparse.sums_kernel, half, sums, PAIRS=sparse.SUM_PAIRS, **many),
-            check(sparse.parts_kernel, half, sums, **many),
+            *(check(sparse.sums_kernel, half, sums, PAIRS=sparse.SUM_PAIRS, ADD=add, **many) for add in (False, True)),
+            *(check(sparse.parts_kernel, half, sums, ADD=add, **many) for add in (False, True)),
             check(slabs.gradient_kernel, half, sums, BLOCK=slabs.BLOCK_COLUMNS, **gradients),
             check(slabs.kl_gradient_kernel, half, sums, BLOCK=slabs.BLOCK_COLUMNS),
         }

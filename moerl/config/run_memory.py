@@ -138,7 +138,7 @@ def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gp
 
 def rank_holdings(rank: RankMemory) -> list[Holding]:
     """Returns what a rank holds: its state always, activations and what scoring needs while it trains."""
-    passing = ("activations", "scoring", "pieces of optimizer state")
+    passing = ("activations", "scoring", "embedding's gradient", "pieces of optimizer state")
     return [
         Holding(f"rank: {name}", size, ("training",) if name in passing else MOMENTS_OF_A_RUN)
         for name, size in rank.bytes.items()

@@ -376,4 +376,5 @@ class RunConfig(Section):
             distributed_optimizer=self.trainer.distributed_optimizer != "off",
             reference=self.algorithm.reference_kl is not None,
             offload=self.trainer.optimizer_offload,
+            overlap=self.trainer.distributed_optimizer == "overlap",
         )

@@ -35,7 +35,7 @@ class TrainerConfig(Section):
     )
     distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(bare_off)] = Field(
         description="on = data-parallel ranks share optimizer state and master weights; overlap = the same, and"
-        " gradient reduction and weight gathering overlap with computation."
+        " gradient reduction and weight gathering overlap with computation; the head's gradient then takes memory."
     )
     optimizer_offload: Share = Field(
         description="Share of the optimizer state (master weights and Adam's moments) that lies in host memory; the"
@@ -91,7 +91,7 @@ class TrainerConfig(Section):
                 "trainer.optimizer_offload: every rank would keep the state of all replicas in host memory",
                 seen=f"optimizer_offload = {self.optimizer_offload:g}, distributed_optimizer = off",
                 expected="trainer.distributed_optimizer = on or overlap",
-                remedy="set trainer.distributed_optimizer=overlap, also with one rank, or trainer.optimizer_offload=0",
+                remedy="set trainer.distributed_optimizer=on, also with one rank, or trainer.optimizer_offload=0",
             )
         beyond = [step for step in self.profile_steps if step > steps]
         if beyond:

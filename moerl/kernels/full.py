@@ -178,7 +178,7 @@ class HeadGradients:
     hidden_TH: Tensor | None
     """Gradient of hidden states, in the dtype of scores."""
     head_VpH: Tensor | None
-    """Gradient of the head, in its dtype."""
+    """Gradient of the head, in its dtype, or a sum of gradients in float32."""
     is_new: bool = False
     """True if nothing has been written to `head_VpH`, not even zeros."""
 

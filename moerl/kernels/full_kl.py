@@ -67,7 +67,7 @@ class _WholeKL(torch.autograd.Function):
             hidden_TH, weight_VpH, reference.hidden_TH, reference.weight_VpH,
             sums.max_R + sums.sum_R.log(), mean_gap_R,
         )  # fmt: skip
-        ctx.rows, ctx.shard = rows, inputs.shard
+        ctx.main_grad_VpH, ctx.rows, ctx.shard = inputs.main_grad_VpH, rows, inputs.shard
         return mean_gap_R - log_z_gap_R
 
     @staticmethod
@@ -80,13 +80,16 @@ class _WholeKL(torch.autograd.Function):
             slabs, reference_slabs, (log_sum_R, mean_gap_R, grads[0])
         )
         grad_TH = torch.zeros_like(hidden_TH, dtype=inputs.dtype) if ctx.needs_input_grad[0] else None
-        grad_VpH = None
-        if ctx.needs_input_grad[1]:
+        grad_VpH, is_new = None, ctx.main_grad_VpH is None
+        if is_new and ctx.needs_input_grad[1]:
             # On a GPU every row is written by its slab; zeros before would be a pass over the whole matrix.
             make = torch.empty_like if slabs.on_device else torch.zeros_like
             grad_VpH = make(weight_VpH, memory_format=torch.contiguous_format)
-        add_slab_gradients(slabs, of_slab, rows, HeadGradients(grad_TH, grad_VpH, is_new=slabs.on_device))
-        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None, None, None
+        elif ctx.needs_input_grad[1]:
+            grad_VpH = ctx.main_grad_VpH
+        add_slab_gradients(slabs, of_slab, rows, HeadGradients(grad_TH, grad_VpH, is_new and slabs.on_device))
+        grad_tH = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
+        return grad_tH, grad_VpH if is_new else None, None, None, None
 
 
 def _sums(slabs: Slabs, reference_slabs: Slabs) -> tuple[RunningSums, RunningSums]:

@@ -98,6 +98,9 @@ class HeadInputs:
     """This rank's rows of the head."""
     shard: VocabShard
     """Columns that `weight_VpH` stands for."""
+    main_grad_VpH: Tensor | None = None
+    """The optimizer's sum of gradients of the head, float32, which every pass backward adds to, also one that is asked
+    for other gradients alone; None if autograd gets the gradient, in the dtype of the head."""
 
     @property
     def num_rows(self) -> int:
@@ -124,6 +127,8 @@ class Head:
     """Bounds of these rows, and the group that splits the vocabulary."""
     sequence_parallel: bool = False
     """True if hidden states come as this rank's T / tensor rows."""
+    main_grad_VpH: Tensor | None = None
+    """Sum of gradients of the head, as in `HeadInputs.main_grad_VpH`; None if autograd gets the gradient."""
 
     def over(self, vocab_size: int) -> Head:
         """Returns the same head with another vocabulary size: ids from `vocab_size` on are padding."""
@@ -136,7 +141,7 @@ class Head:
         backward; else nothing forward and an all-reduce backward, since each rank knows only the part of the
         gradient that comes from its own columns.
 
-        Raises `ContractError` if shapes or dtypes of head, shard and hidden states disagree.
+        Raises `ContractError` if shapes or dtypes of head, shard, sum of gradients and hidden states disagree.
         """
         num_columns, width = self.weight_VpH.shape
         shapes_agree = hidden_tH.dim() == 2 and hidden_tH.shape[1] == width and num_columns == self.shard.num_columns
@@ -149,9 +154,24 @@ class Head:
                 expected=f"hidden [T, H] and head [{self.shard.num_columns}, H] of one dtype",
                 remedy="pass hidden states as rows, with the head of the same model and this rank's shard",
             )
+        if self.main_grad_VpH is not None:
+            self._check_sum(self.main_grad_VpH)
         if self.shard.group is not None:
             hidden_tH = _Enter.apply(hidden_tH, self.shard.group, self.sequence_parallel)  # type: ignore[assignment]
-        return HeadInputs(hidden_tH.contiguous(), self.weight_VpH, self.shard)
+        return HeadInputs(hidden_tH.contiguous(), self.weight_VpH, self.shard, self.main_grad_VpH)
+
+    def _check_sum(self, main_grad_VpH: Tensor) -> None:
+        """Raises `ContractError` if this is no sum of gradients of the head: kernels write to its memory."""
+        fits = main_grad_VpH.shape == self.weight_VpH.shape and main_grad_VpH.is_contiguous()
+        if not fits or main_grad_VpH.dtype != torch.float32 or main_grad_VpH.device != self.weight_VpH.device:
+            raise ContractError(
+                Reason.WRONG_SHAPE,
+                field="main_grad",
+                seen=f"{tuple(main_grad_VpH.shape)} {main_grad_VpH.dtype} on {main_grad_VpH.device}, strides "
+                f"{main_grad_VpH.stride()}",
+                expected=f"{tuple(self.weight_VpH.shape)} torch.float32 on {self.weight_VpH.device}, row by row",
+                remedy="pass the sum of gradients of this rank's rows of the head",
+            )
 
 
 class _Enter(torch.autograd.Function):

@@ -8,9 +8,9 @@ the pairs it owns by id once; the number of its pairs then decides how an id is 
 - *common* ids, listed by at least one row in `DENSE_ADVANTAGE`, as columns of a matrix product with all rows, in
   slabs. A set that lists everything thereby becomes the dense pass, in bounded memory.
 
-Deterministic: every sum has one writer and a fixed order. Sums are float32 (float64 for float64 inputs); the gradient
-of the head is rounded once here. Shape legend: `moerl/kernels/__init__.py`; P = the listed pairs that this rank owns,
-sorted by id, U = its distinct ids.
+Deterministic: every sum has one writer and a fixed order. Sums are float32 (float64 for float64 inputs); a gradient of
+the head that is not added to a float32 sum is rounded once here. Shape legend: `moerl/kernels/__init__.py`; P = the
+listed pairs that this rank owns, sorted by id, U = its distinct ids.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def pair_logits(inputs: HeadInputs, pairs: Pairs) -> Tensor:
 def add_pair_gradients(
     inputs: HeadInputs, pairs: Pairs, grad_N: Tensor, grad_TH: Tensor | None, grad_VpH: Tensor | None
 ) -> None:
-    """Adds the gradient of `pair_logits` to `grad_TH` ([T, H], dtype of scores) and writes the listed rows of
-    `grad_VpH` (dtype of the head)."""
+    """Adds the gradient of `pair_logits` to `grad_TH` ([T, H], dtype of scores) and `grad_VpH` (dtype of the head, or
+    float32)."""
     if len(pairs.rare):
         _add_rare_gradients(inputs, pairs.rare, grad_N[pairs.rare.positions_P], grad_TH, grad_VpH)
     for _, slab in pairs.common.slabs(slab_columns(*inputs.hidden_TH.shape)):
@@ -169,7 +169,7 @@ def add_pair_gradients(
             grad_TH += matmul(grad_TU, inputs.weight_VpH.index_select(0, slab.columns_U))
         if grad_VpH is not None:
             grad_UH = matmul(grad_TU.t(), inputs.hidden_TH)
-            grad_VpH.index_copy_(0, slab.columns_U, grad_UH.to(grad_VpH.dtype))
+            grad_VpH.index_add_(0, slab.columns_U, grad_UH.to(grad_VpH.dtype))
 
 
 def _rare_logits(inputs: HeadInputs, segments: Segments) -> Tensor:
@@ -185,7 +185,7 @@ def _rare_logits(inputs: HeadInputs, segments: Segments) -> Tensor:
 def _add_rare_gradients(
     inputs: HeadInputs, segments: Segments, grad_P: Tensor, grad_TH: Tensor | None, grad_VpH: Tensor | None
 ) -> None:
-    """Adds the gradient of `_rare_logits` to `grad_TH` and writes the rows `segments.columns_U` of `grad_VpH`."""
+    """Adds the gradient of `_rare_logits` to `grad_TH`, and to the rows `segments.columns_U` of `grad_VpH`."""
     hidden_TH = inputs.hidden_TH.to(inputs.dtype)
     for span, slab, weight_UH in _slabs(inputs, segments):
         if grad_TH is not None:
@@ -197,7 +197,7 @@ def _add_rare_gradients(
             grad_TH.index_add_(0, rows_R, grad_RU @ weight_UH)
         if grad_VpH is not None:
             grad_UT = _sparse(slab.offsets_U1, slab.rows_P, grad_P[span], inputs.num_rows)
-            grad_VpH.index_copy_(0, slab.columns_U, (grad_UT @ hidden_TH).to(grad_VpH.dtype))
+            grad_VpH.index_add_(0, slab.columns_U, (grad_UT @ hidden_TH).to(grad_VpH.dtype))
 
 
 def _slabs(inputs: HeadInputs, segments: Segments) -> Iterator[tuple[slice, Segments, Tensor]]:

@@ -58,6 +58,8 @@ def write_product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     if a.is_cuda and a.dtype == out.dtype:
         with _float32_sums():
             torch.addmm(out, a, b, beta=1 if add else 0, out=out)
+    elif add and out.dtype == torch.float32:
+        add_product(out, a, b)
     elif add:
         out += matmul(a, b)
     else:

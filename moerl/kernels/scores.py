@@ -18,7 +18,7 @@ from torch import Tensor
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 from moerl.kernels.full import FullGradients, FullRows, HeadGradients, add_full_gradients, full_row_scores
-from moerl.kernels.head import HeadInputs, VocabShard
+from moerl.kernels.head import HeadInputs
 from moerl.kernels.kept import segment_log_softmax, segment_sum
 from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits
 from moerl.kernels.plan import DeviceListed, Listed, ScorePlan
@@ -121,9 +121,11 @@ def _all_scores(inputs: HeadInputs, plan: ScorePlan) -> tuple[Tensor, Tensor, Te
     if isinstance(listed, DeviceListed):
         from moerl.kernels.device_scores import DeviceScores
 
-        return DeviceScores.apply(inputs.hidden_TH, inputs.weight_VpH, inputs.shard, plan)  # type: ignore[return-value]
+        return DeviceScores.apply(  # type: ignore[return-value]
+            inputs.hidden_TH, inputs.weight_VpH, inputs, plan
+        )
     scored: tuple[Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[assignment]
-        inputs.hidden_TH, inputs.weight_VpH, inputs.shard, listed.pairs, plan.full_rows
+        inputs.hidden_TH, inputs.weight_VpH, inputs, listed.pairs, plan.full_rows
     )
     z_E, full_logprobs_R, full_entropy_R = scored
     logprobs_E = _log_softmax(z_E, plan, listed)
@@ -161,13 +163,13 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, shard: VocabShard, pairs: Pairs, full_rows: FullRows
+        ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, inputs: HeadInputs, pairs: Pairs, full_rows: FullRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = HeadInputs(hidden_TH, weight_VpH, shard)
+        shard = inputs.shard
         z_N = shard.sum_(pair_logits(inputs, pairs))
         logprobs_R, entropy_R, log_sum_R = full_row_scores(inputs, full_rows)
         ctx.save_for_backward(hidden_TH, weight_VpH, log_sum_R, entropy_R)
-        ctx.shard, ctx.pairs, ctx.full_rows = shard, pairs, full_rows
+        ctx.main_grad_VpH, ctx.shard, ctx.pairs, ctx.full_rows = inputs.main_grad_VpH, shard, pairs, full_rows
         ctx.set_materialize_grads(False)
         return z_N, logprobs_R, entropy_R
 
@@ -176,13 +178,16 @@ class _Score(torch.autograd.Function):
         hidden_TH, weight_VpH, log_sum_R, entropy_R = ctx.saved_tensors
         inputs = HeadInputs(hidden_TH, weight_VpH, ctx.shard)
         grad_TH = torch.zeros_like(hidden_TH, dtype=inputs.dtype) if ctx.needs_input_grad[0] else None
-        grad_VpH = None
-        if ctx.needs_input_grad[1]:
+        grad_VpH, is_new = None, ctx.main_grad_VpH is None
+        if is_new and ctx.needs_input_grad[1]:
             grad_VpH = torch.zeros_like(weight_VpH, memory_format=torch.contiguous_format)
+        elif ctx.needs_input_grad[1]:
+            grad_VpH = ctx.main_grad_VpH
         grad_N, grad_R, grad_entropy_R = grads
         if grad_N is not None:
             add_pair_gradients(inputs, ctx.pairs, grad_N, grad_TH, grad_VpH)
         if grad_R is not None or grad_entropy_R is not None:
             full = FullGradients(log_sum_R, entropy_R, grad_R, grad_entropy_R)
             add_full_gradients(inputs, ctx.full_rows, full, HeadGradients(grad_TH, grad_VpH))
-        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None, None, None
+        grad_tH = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
+        return grad_tH, grad_VpH if is_new else None, None, None, None

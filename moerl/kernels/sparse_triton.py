@@ -50,12 +50,13 @@ def dots_kernel(
 @triton.jit
 def sums_kernel(
     source_ptr, factors_ptr, positions_ptr, sources_ptr, starts_ptr, counts_ptr, out_ptr, width,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, ACCUMULATE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Writes some columns of `out[s] = sum over the pairs of segment s of factors[position] * source[sources]`."""
+    """Writes some columns of `out[s] = sum over the pairs of segment s of factors[position] * source[sources]`, or adds
+    them: a segment without pairs is then left alone."""
     segment = tl.program_id(0)
     count = tl.load(counts_ptr + segment)
-    if count >= 0:
+    if count >= (1 if ADD else 0):
         start = tl.load(starts_ptr + segment)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
@@ -71,14 +72,17 @@ def sums_kernel(
             )
             total += tl.sum(factors[:, None].to(ACCUMULATE) * values.to(ACCUMULATE), axis=0)
         out = out_ptr + segment.to(tl.int64) * width + at
+        if ADD:
+            total += tl.load(out, mask=inside, other=0.0).to(ACCUMULATE)
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def parts_kernel(
-    parts_ptr, first_parts_ptr, split_ptr, out_ptr, width, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr
+    parts_ptr, first_parts_ptr, split_ptr, out_ptr, width,
+    BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Writes some columns of `out[split[l]] = sum of the parts of l`."""
+    """Writes some columns of `out[split[l]] = sum of the parts of l`, or adds them."""
     number = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -89,6 +93,8 @@ def parts_kernel(
         total += tl.load(part_ptr + at, mask=inside, other=0.0)
         part_ptr += width
     out = out_ptr + tl.load(split_ptr + number).to(tl.int64) * width + at
+    if ADD:
+        total += tl.load(out, mask=inside, other=0.0).to(ACCUMULATE)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -186,19 +192,21 @@ def dots(inputs: HeadInputs, pairs: DevicePairs, z_N: Tensor) -> None:
         )  # fmt: skip
 
 
-def add_up(sums: Sums, source: Tensor, factors_N: Tensor, out: Tensor) -> None:
-    """Writes the sum of every segment that `sums` does not leave alone to its row of `out`, in float32 or float64."""
+def add_up(sums: Sums, source: Tensor, factors_N: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Writes the sum of every segment that `sums` does not leave alone to its row of `out`, or adds it if `add`; sums
+    are float32 or float64."""
     width = source.shape[1]
     block = min(SUM_WIDTH, triton.next_power_of_2(width))
-    pieces, fixed = triton.cdiv(width, block), _fixed(factors_N.dtype, BLOCK=block)
-    by_pairs: dict[str, Any] = {**fixed, "PAIRS": SUM_PAIRS}
+    pieces, fixed = triton.cdiv(width, block), _fixed(factors_N.dtype, BLOCK=block, ADD=add)
+    by_pairs = _fixed(factors_N.dtype, BLOCK=block, PAIRS=SUM_PAIRS, ADD=add)
     rows = factors_N, sums.positions_P, sums.sources_P
     if len(sums.counts_S):
         sums_kernel[(len(sums.counts_S), pieces)](source, *rows, sums.starts_S, sums.counts_S, out, width, **by_pairs)
     if num_parts := len(sums.part_counts_C):
         parts_CH = factors_N.new_empty(num_parts, width)
+        written = _fixed(factors_N.dtype, BLOCK=block, PAIRS=SUM_PAIRS, ADD=False)
         sums_kernel[(num_parts, pieces)](
-            source, *rows, sums.part_starts_C, sums.part_counts_C, parts_CH, width, **by_pairs
+            source, *rows, sums.part_starts_C, sums.part_counts_C, parts_CH, width, **written
         )
         parts_kernel[(len(sums.split_L), pieces)](parts_CH, sums.first_parts_L1, sums.split_L, out, width, **fixed)
 

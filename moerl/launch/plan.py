@@ -71,7 +71,7 @@ def _ways_out(model: ModelConfig, trainer: TrainerConfig) -> str:
         "take more of them": True,
         "model.dtype=bfloat16": model.dtype != "bfloat16",
         "trainer.recompute=full": trainer.recompute != "full",
-        "trainer.distributed_optimizer=overlap": trainer.distributed_optimizer == "off",
+        "trainer.distributed_optimizer=on": trainer.distributed_optimizer != "on",
         "trainer.optimizer_offload=1": trainer.optimizer_offload < 1,
     }
     return ", ".join(way for way in helps if helps[way]) + " or a smaller trainer.microbatch_tokens"

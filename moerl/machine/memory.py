@@ -24,7 +24,9 @@ keeps, in elements:
                  + 3 n shared width / tensor + 2 m experts  loaded; router logits and probabilities (fp32)
 
 **The head** never holds logits of the full vocabulary (`moerl.kernels`): hidden states of all n rows and their fp32
-gradient, the head's gradient until it is added up, and, if tokens without a kept set are scored, slabs of logits.
+gradient, and, if tokens without a kept set are scored, slabs of logits. The head's gradient is added to the others of
+the step by the kernels that compute it; if communication overlaps with the pass, it is a matrix of its own before. The
+embedding's always is, at the end of a pass, when activations and scores of that microbatch are gone.
 
 `selective` keeps only the input of an MoE block, `full` only the input of a layer (m h); either works one layer out
 again at a time. A pipeline stage keeps as many microbatches as its schedule starts before the first backward pass.
@@ -69,6 +71,8 @@ class Needs:
     """True if the rank has a frozen copy of the weights for the KL term."""
     offload: float = 0.0
     """Share of optimizer state in host memory, 0 to 1."""
+    overlap: bool = False
+    """True if the communication of gradients overlaps with the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +108,20 @@ def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage
     offloaded = math.ceil(needs.offload * (dense + expert))
     # The embedding or head may be one tensor of all dense parameters of a rank.
     piece = max(PIECE_ELEMENTS, min(dense, max(parameters["embedding"], parameters["head"])))
+    activations, scoring = _activation_bytes(sizes, dims, needs, stage), _scoring_bytes(sizes, dims, needs, stage)
+    freed = activations // _chunks_in_flight(dims, stage) + scoring
+    if scoring and needs.overlap and sizes.tie_word_embeddings:
+        # Autograd keeps the gradient of a tied head until it has that of the embedding.
+        freed -= parameters["embedding"] * needs.element_bytes
     purposes = {
         "weights": everything * needs.element_bytes,
         "gradients": everything * FP32,
         "optimizer state": state * (dense + expert - offloaded),
         "pieces of optimizer state": PIECES * state * min(offloaded, piece),
         "reference weights": everything * needs.element_bytes if needs.reference else 0,
-        "activations": _activation_bytes(sizes, dims, needs, stage),
-        "scoring": _scoring_bytes(sizes, dims, needs, stage),
+        "activations": activations,
+        "scoring": scoring,
+        "embedding's gradient": max(0, parameters["embedding"] * needs.element_bytes - freed),
     }
     return RankMemory(stage, parameters, purposes, state * offloaded)
 
@@ -220,7 +230,8 @@ def _scoring_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, st
     n, h, columns = _rows(dims, needs), sizes.hidden_size, math.ceil(sizes.vocab_size / dims.tensor)
     hidden = n * h * (needs.element_bytes + FP32)
     slab = n * min(slab_columns(n, h), columns) * FP32
-    return hidden + h * columns * needs.element_bytes + SLABS * slab
+    head = h * columns * needs.element_bytes if needs.overlap else 0
+    return hidden + head + SLABS * slab
 
 
 def slab_columns(num_rows: int, width: int) -> int:

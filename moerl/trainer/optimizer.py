@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.trainer import UpdateReport
@@ -162,6 +162,11 @@ class Optimizer:
         """Returns the state of the schedule and the count of skipped updates; plain data, the same on every rank."""
         return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
 
+    def main_grad(self, parameter: Tensor) -> Tensor | None:
+        """Returns the float32 sum of gradients of a parameter, which a pass backward may add to instead of making a
+        gradient. None for a frozen parameter, and with `sharding=overlap`: Megatron waits for the gradient itself."""
+        return None if self._overlaps else getattr(parameter, "main_grad", None)
+
     def settle(self) -> None:
         """Copies offloaded state to its place in host memory, after a load."""
         for each in self._offloaded:
@@ -179,7 +184,8 @@ def fuse_gradients(module: nn.Module) -> None:
     """Makes layers of Transformer Engine add gradients of their weights to ``main_grad`` inside of the matrix product.
 
     Without it each microbatch writes every such gradient once and adds it afterwards, a launch for each expert. Other
-    layers, among them the head and a tied embedding, keep autograd's gradients.
+    layers, among them the embedding, keep autograd's gradients; our kernels may add that of the head
+    (`Optimizer.main_grad`).
 
     Args:
         module: wrapped for data parallelism, which gives parameters their ``main_grad``.

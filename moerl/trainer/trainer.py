@@ -143,9 +143,10 @@ class MegatronTrainer:
     def head(self) -> Head:
         """The language-model head, on the last pipeline stage. Ids never sampled belong to no support."""
         weight_VpH = self.model.head_weight()
+        main_grad_VpH = None if self.optimizer is None else self.optimizer.main_grad(weight_VpH)
         group = groups.tensor_group() if self.layout.dims.tensor > 1 else None
         shard = VocabShard.from_group(self.spec.vocab_size, len(weight_VpH), group)
-        return Head(weight_VpH, shard, sequence_parallel=self.layout.dims.tensor > 1)
+        return Head(weight_VpH, shard, self.layout.dims.tensor > 1, main_grad_VpH)
 
     def score(
         self,

@@ -38,12 +38,13 @@ NO_LAUNCH = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts what would start on a device, by name; sizes in bytes of what is filled with zeros."""
+    """Counts what would start on a device, by name; bytes of what is filled with zeros, and of the largest tensor that
+    is made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self.zeroed_bytes = 0
+        self.zeroed_bytes = self.largest_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,6 +55,8 @@ class Launches(TorchDispatchMode):
             self.names[name] += 1
         if name in ("zeros_like", "new_zeros", "zero_", "zeros"):
             self.zeroed_bytes += out.nbytes
+        if isinstance(out, Tensor) and not any(each.alias_info for each in func._schema.returns):
+            self.largest_bytes = max(self.largest_bytes, out.nbytes)
         return out
 
     def total(self) -> int:
@@ -104,8 +107,9 @@ def leaves(num_rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return hidden_TH.requires_grad_(), weight_VH.requires_grad_()
 
 
-def head_inputs(hidden_TH: Tensor, weight_VH: Tensor) -> HeadInputs:
-    return Head(weight_VH, VocabShard.from_group(VOCAB, VOCAB, None)).enter(hidden_TH)
+def head_inputs(hidden_TH: Tensor, weight_VH: Tensor, main_grad_VH: Tensor | None = None) -> HeadInputs:
+    shard = VocabShard.from_group(VOCAB, VOCAB, None)
+    return Head(weight_VH, shard, main_grad_VpH=main_grad_VH).enter(hidden_TH)
 
 
 def drawn_rows(mean_size: int, shared: int = 0) -> Rows:
@@ -191,6 +195,22 @@ def test_kernels_over_the_full_vocabulary_are_compiled_twice_however_many_rows_a
     # Once for columns that 16 divides, once for the last ones of a vocabulary.
     assert compiled.keys() == {"add_kernel", "gradient_kernel", "add_kl_kernel", "kl_gradient_kernel"}
     assert max(compiled.values()) <= 2, sorted(set(map(str, Recorder.launches)))
+
+
+@pytest.mark.parametrize("scored", ["in sets", "over the full vocabulary", "with a KL"])
+def test_with_the_optimizers_sum_no_gradient_of_the_head_is_made(scored: str, kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    inputs = head_inputs(hidden_TH, weight_VH, torch.empty(VOCAB, WIDTH, device="meta"))
+    reference = head_inputs(*leaves())
+    rows = Rows.open(np.zeros(ROWS, np.int64), np.ones(ROWS, np.float32))
+    plan = plan_rows(drawn_rows(8, shared=50) if scored == "in sets" else rows, inputs)
+    with Launches() as launches:
+        if scored == "with a KL":
+            kl_full(inputs, reference, plan_full(rows, np.ones(ROWS, np.bool_), inputs)).sum().backward()
+        else:
+            score_kept(inputs, plan).logprobs_T.sum().backward()
+    assert weight_VH.grad is None
+    assert launches.largest_bytes <= 4 * max(ROWS * WIDTH, 2**21), "a slab, or the sums of hidden states"
 
 
 def test_a_kl_over_the_full_vocabulary_waits_for_nothing(kernels: list[str]) -> None:

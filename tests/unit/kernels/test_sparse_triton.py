@@ -22,7 +22,10 @@ def run(arguments: list[str], cache: Path, **env: str) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize(("chosen", "at_least"), [("not slow", 50), pytest.param("slow", 10, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_pass_the_same_tests(chosen: str, at_least: int, tmp_path: Path) -> None:
-    tests = [str(Path(__file__).with_name(name)) for name in ("test_scores.py", "test_pairs.py", "test_routing.py")]
+    tests = [
+        str(Path(__file__).with_name(name))
+        for name in ("test_scores.py", "test_main_grad.py", "test_pairs.py", "test_routing.py")
+    ]
     done = run(["-m", "pytest", "-p", "no:xdist", "-m", chosen, *tests], tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)

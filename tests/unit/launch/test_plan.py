@@ -56,7 +56,7 @@ def test_where_no_layout_fits_the_remedy_is_another(tmp_path: Path, capsys: pyte
     assert plan_memory(Facts("plan", config, gpus(1))) == 1
     text = capsys.readouterr().out
     assert "heaviest rank, pipeline stage" in text
-    assert "take more of them, trainer.recompute=full, trainer.distributed_optimizer=overlap" in text
+    assert "take more of them, trainer.recompute=full, trainer.distributed_optimizer=on" in text
     assert "trainer.optimizer_offload=1 or a smaller" in text
     assert "model.dtype" not in text
 

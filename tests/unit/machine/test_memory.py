@@ -247,10 +247,32 @@ def test_the_heaviest_stage_is_reported_and_the_last_one_scores():
     dims = ParallelDims(pipeline=2)
     # The first stage keeps more microbatches, the last one scores; which weighs more depends on their length.
     assert heaviest_rank(sizes, dims, needs).stage == 0
-    assert heaviest_rank(sizes, dims, replace(needs, microbatch_tokens=1024)).stage == 1
+    assert heaviest_rank(sizes, dims, replace(needs, microbatch_tokens=1024, overlap=True)).stage == 1
     assert rank_memory(sizes, dims, needs, 0).bytes["scoring"] == 0
     hidden, head, slab = 32768 * 2048 * (2 + 4), 2048 * 151936 * 2, 32768 * 2048 * 4
-    assert rank_memory(sizes, dims, needs, 1).bytes["scoring"] == hidden + head + 3 * slab
+    assert rank_memory(sizes, dims, needs, 1).bytes["scoring"] == hidden + 3 * slab
+    overlapping = replace(needs, overlap=True)
+    assert rank_memory(sizes, dims, overlapping, 1).bytes["scoring"] == hidden + head + 3 * slab
+
+
+def test_the_embeddings_gradient_counts_if_it_is_more_than_the_pass_has_freed():
+    sizes, matrix = sizes_of(QWEN3_30B), 2048 * 151936 * 2
+    few = replace(NEEDS, microbatch_tokens=512, recompute="full")
+
+    def alone(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int = 0) -> tuple[int, int]:
+        purposes = rank_memory(sizes, dims, needs, stage).bytes
+        return purposes["embedding's gradient"], purposes["activations"] + purposes["scoring"]
+
+    added, freed = alone(sizes, ParallelDims(), few)
+    assert added == matrix - freed > 0
+    assert alone(sizes, ParallelDims(), replace(few, microbatch_tokens=16384))[0] == 0
+    assert alone(sizes, ParallelDims(), replace(few, overlap=True))[0] == 0, "that of the head is gone by then"
+    tied = replace(sizes, tie_word_embeddings=True)
+    assert alone(tied, ParallelDims(), replace(few, overlap=True))[0] == added, "that of a tied head is not"
+    # The first of two stages has two microbatches at once, and frees one; the second has no embedding.
+    added, kept = alone(sizes, ParallelDims(pipeline=2), few)
+    assert added == matrix - kept // 2
+    assert alone(sizes, ParallelDims(pipeline=2), few, stage=1)[0] == 0
 
 
 def test_slabs_are_as_wide_as_the_kernels_make_them():
@@ -261,7 +283,7 @@ def test_slabs_are_as_wide_as_the_kernels_make_them():
 def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
     config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
-    assert config.rank_needs() == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
+    assert config.rank_needs() == Needs(4096, 2, "full", distributed_optimizer=True, reference=True, overlap=True)
     offloaded = load_config([*changes, "trainer.optimizer_offload=0.5"], command="train")
     assert offloaded.rank_needs().offload == 0.5
     assert load_config([], command="train").rank_needs() == Needs(
@@ -278,7 +300,7 @@ PUBLISHED = {
     "GLM-4.5": GLM_45,
     "GLM-4.5-Air": GLM_45_AIR,
 }
-DOCS_NEEDS = Needs(16384, 2, "full", distributed_optimizer=True, reference=False)
+DOCS_NEEDS = Needs(16384, 2, "full", distributed_optimizer=True, reference=False, overlap=True)
 SHORT = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert", "DP": "data"}
 
 

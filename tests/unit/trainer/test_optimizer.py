@@ -48,6 +48,26 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_counted_and_lea
     assert [update.learning_rate for update in skipped] == pytest.approx([1e-2, 1e-2, 8.5e-3, 8.5e-3])
 
 
+def gradients_of_the_head(layout: Any, path: Path, sharding: str) -> tuple[list[bool], bool]:
+    """For each microbatch of a step, whether autograd got a gradient of the head; and whether kernels get its sum."""
+    trainer = tiny_moe.build(layout, path, sharding=sharding)
+    weight, made = trainer.model.head_weight(), []
+    accumulate = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulate.register_prehook(lambda gradients: made.append(gradients[0] is not None))
+    step(trainer, 41)
+    return made, trainer.head.main_grad_VpH is weight.main_grad
+
+
+@pytest.mark.parametrize(("sharding", "is_made"), [("off", False), ("on", False), ("overlap", True)])
+def test_a_gradient_of_the_head_of_its_own_is_made_only_if_communication_overlaps(
+    sharding: str, is_made: bool, untied: Path, one_process: Ranks
+) -> None:
+    ((made, kernels_add),) = one_process.run(gradients_of_the_head, untied, sharding)
+    assert made
+    assert set(made) == {is_made}
+    assert kernels_add == (not is_made)
+
+
 def learning_rates(layout: Any, path: Path, options: dict[str, Any], total_steps: int, num_steps: int) -> list[float]:
     optimizer = tiny_moe.OPTIMIZER.model_copy(update=options)
     trainer = tiny_moe.build(layout, path, optimizer=optimizer, total_steps=total_steps)
