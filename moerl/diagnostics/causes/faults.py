@@ -103,7 +103,7 @@ class Ground:
         return (means_R > ODD * self.floors) & (np.diff(self.gaps.starts) >= LEAST_TOKENS)
 
     def helped(
-        self, before: Plan, after: Plan, may_R: NDArray[np.bool_], part: float = CLEAR_PART
+        self, before: Plan, after: Plan, may_R: NDArray[np.bool_], part: float = CLEAR_PART, *, is_last: bool = False
     ) -> NDArray[np.bool_]:
         """Returns the rollouts, of those that may, of which a change closes a clear part of the gap: each by itself, or
         all that are left together.
@@ -111,13 +111,15 @@ class Ground:
         Args:
             part: share of the gap that must be closed of the rollouts that are left together. If these are few, or if
                 `part` is 0, the change must hurt none of them: sound rollouts may be among them.
+            is_last: True if all other faults have been taken back: a change that helps one among many, and leaves it
+                odd, is chance however much it closes.
         """
         one, other = self.gaps.differences(before), self.gaps.differences(after)
         gains_R = one.means - other.means
         odd = self.odd(one.means) & may_R
         clear = odd & (gains_R > CLEAR_PART * one.means)
         if 2 * clear.sum() < odd.sum():  # one among many that it does not help is chance, unless nearly all is closed
-            clear &= gains_R > MOST * one.means
+            clear &= (gains_R > MOST * one.means) & ~(is_last & self.odd(other.means))
         if clear.any():  # the fault is there: what is too short to show it by itself may have it, too
             clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floors)
         rest = may_R & ~clear

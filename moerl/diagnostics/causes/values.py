@@ -40,11 +40,11 @@ class Search:
 
     def distributions(self, start: Plan) -> list[Fault]:
         """Returns the faults of distributions: temperatures and kept sets that are not as the dump says."""
-        return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)])
+        return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)], is_last=True)
 
-    def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Fault]]) -> list[Fault]:
+    def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Fault]], *, is_last: bool = False) -> list[Fault]:
         """Returns the faults that are there. candidates: those that may be, under a plan, with evidence beyond the
-        gap before and after their change."""
+        gap before and after their change. is_last: as of `Ground.helped`."""
         now, found = list(start), list[Fault]()
         while True:
             fitting: list[tuple[float, Fault, list[Assumption]]] = []
@@ -52,7 +52,9 @@ class Search:
                 may_R = candidate.of_R.copy()
                 for fault in found:
                     may_R &= ~fault.of_R if fault.cause == candidate.cause else True
-                of_R = self.ground.helped(now, applied(now, candidate.change, may_R), may_R) if may_R.any() else may_R
+                of_R = may_R
+                if may_R.any():
+                    of_R = self.ground.helped(now, applied(now, candidate.change, may_R), may_R, is_last=is_last)
                 if of_R.any():
                     after = applied(now, candidate.change, of_R)
                     evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))

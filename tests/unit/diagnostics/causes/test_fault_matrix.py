@@ -129,6 +129,14 @@ def test_faults_of_models_and_rollouts_that_nobody_chose_are_named_or_unexplaine
             assert said in PASSES, f"seed {seed}: {model}, {number}, {name} in {len(chosen)}: {said}"
 
 
+@pytest.mark.slow
+def test_a_temperature_that_by_chance_closes_most_of_one_gap_among_many_accuses_nothing(
+    ground_of: Callable[..., Ground],
+) -> None:
+    ground = ground_of("8 layers x 32 experts", 61439)
+    assert verdict_on(ground, "older weights", chosen_of(ground, 1 / 3, 61439), 61439) == "unexplained"
+
+
 PAIRED = (
     *("layer late", "row early", "renumbered", "pads of zeros", "sets late", "temperature 1 said"),
     *("log-probs before top-p", "log-probs late", "routes of another rollout", "tokens nobody sampled"),
