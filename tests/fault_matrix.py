@@ -346,7 +346,10 @@ def judged(name: str, found: Diagnosis, chosen: Sequence[int], made: float) -> s
             return f"INNOCENT: {len(innocent)} of {len(rollouts)}: {finding.title}"
     left = [finding for finding in found.findings if finding.cause == "unexplained"]
     if accused:
-        low, high = sum(finding.nats.low for finding in accused), sum(finding.nats.high for finding in accused)
+        low, high = (
+            sum(finding.nats.low for finding in accused),
+            sum(finding.nats.high for finding in [*accused, *left]),
+        )
         is_lost = any(finding.cause in OF_LOST_RECORDS for finding in accused)
         if not is_lost and not low - found.floor <= made <= high + found.floor:
             return f"WRONG SIZE: {low:.3f} to {high:.3f} nats of {made:.3f}: {accused[0].title}"

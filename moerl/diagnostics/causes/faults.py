@@ -38,6 +38,11 @@ CHANCE = 0.01
 """Chance below which rollouts that fit a change are no accident."""
 
 
+def unchanged(assumption: Assumption) -> Assumption:
+    """Returns the assumption: a change that leaves nothing out is measured against it."""
+    return assumption
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
     """A fault that was found, or that may be there, with the change that takes it back."""
@@ -55,6 +60,8 @@ class Fault:
     is_judged: bool = False
     """True for a fault of routes whose repair brought the mean of these rollouts nearer, so that some may not have
     it."""
+    against: Change = unchanged
+    """Leaves out what the change leaves out, and changes nothing else: what is gained is measured from there."""
 
 
 def applied(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:

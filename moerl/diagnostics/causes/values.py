@@ -54,7 +54,8 @@ class Search:
                     may_R &= ~fault.of_R if fault.cause == candidate.cause else True
                 of_R = may_R
                 if may_R.any():
-                    of_R = self.ground.helped(now, applied(now, candidate.change, may_R), may_R, is_last=is_last)
+                    before, after = (applied(now, each, may_R) for each in (candidate.against, candidate.change))
+                    of_R = self.ground.helped(before, after, may_R, is_last=is_last)
                 if of_R.any():
                     after = applied(now, candidate.change, of_R)
                     evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))
@@ -77,7 +78,8 @@ class Search:
         for shift in (1, -1):
             title = f"log-probs are those of the token {'before' if shift > 0 else 'after'}"
             repair = Repair(f"log-probs {shift:+d}", partial(with_logprobs_of, shift=shift), "log-probs")
-            yield Fault("logprob_shift", title, (), repairing(repair), has_two)
+            fewer = Repair(f"log-probs without {shift:+d}", partial(without_end, shift=shift), "log-probs")
+            yield Fault("logprob_shift", title, (), repairing(repair), has_two, against=repairing(fewer))
         zero = [rollout.sampled & (rollout.rollout_logprobs == 0) for rollout in self.ground.rollouts]
         has_R = np.array([tokens.any() for tokens in zero])
         share = sum(int(tokens.sum()) for tokens in zero) / max(1, int(self.ground.gaps.starts[-1]))
@@ -150,6 +152,14 @@ def with_logprobs_of(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:
         moved[-shift:] = said[:shift]
     logprobs = rollout.rollout_logprobs.copy()
     logprobs[tokens] = moved
+    return replace(rollout, rollout_logprobs=logprobs)
+
+
+def without_end(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:
+    """Replaces the log-probs of sampled tokens by NaN to which `with_logprobs_of` gives none."""
+    tokens = np.flatnonzero(rollout.sampled)
+    logprobs = rollout.rollout_logprobs.copy()
+    logprobs[tokens[-shift:] if shift > 0 else tokens[:-shift]] = np.nan
     return replace(rollout, rollout_logprobs=logprobs)
 
 

@@ -261,9 +261,24 @@ def test_few_tokens_in_large_sets_are_in_those_of_their_neighbours_by_chance(gro
     assert at_least_by_chance(400, 3.0) == pytest.approx(0.0, abs=1e-9)
 
 
+def early_logprobs(rollouts: Sequence[DumpedRollout]) -> list[DumpedRollout]:
+    early = [with_logprobs_of(rollout, shift=1) for rollout in rollouts]
+    return [replace(each, rollout_logprobs=np.nan_to_num(each.rollout_logprobs, nan=-1.0)) for each in early]
+
+
+def test_a_shift_that_does_nothing_but_leave_a_far_token_out_is_none(ground: Ground):
+    early, two = early_logprobs(ground.clean[:4]), np.flatnonzero(ground.clean[4].sampled)[:2]
+    short = first_tokens(ground.clean[4], int(two[1]) + 1)
+    said = short.rollout_logprobs.copy()
+    said[two[0]] = said[two[1]] = said[two].max()
+    short = replace(short, rollout_logprobs=said)
+    found = ground.diagnose([*early, short, *ground.clean[5:]])
+    (moved,) = [finding for finding in found.findings if finding.cause == "logprob_shift"]
+    assert set(moved.rollouts) == {rollout.name for rollout in early}
+
+
 def test_a_rollout_of_one_token_has_no_shift_of_its_log_probs(ground: Ground):
-    early = [with_logprobs_of(rollout, shift=1) for rollout in ground.clean[:4]]
-    early = [replace(each, rollout_logprobs=np.nan_to_num(each.rollout_logprobs, nan=-1.0)) for each in early]
+    early = early_logprobs(ground.clean[:4])
     last = int(np.flatnonzero(ground.clean[4].sampled)[0])
     short = first_tokens(ground.clean[4], last + 1)
     off = np.where(short.sampled, 3 * ground.diagnose(ground.clean).floor, 0.0).astype(np.float32)

@@ -137,6 +137,14 @@ def test_a_temperature_that_by_chance_closes_most_of_one_gap_among_many_accuses_
     assert verdict_on(ground, "older weights", chosen_of(ground, 1 / 3, 61439), 61439) == "unexplained"
 
 
+@pytest.mark.slow
+def test_a_sound_rollout_of_two_tokens_has_no_shift_because_the_far_one_would_be_left_out(
+    ground_of: Callable[..., Ground],
+) -> None:
+    ground = ground_of("MLA, one dense layer", 58245)
+    assert verdict_on(ground, "log-probs early", [8, 10, 11, 14, 17, 18, 20], 58245) == "named"
+
+
 PAIRED = (
     *("layer late", "row early", "renumbered", "pads of zeros", "sets late", "temperature 1 said"),
     *("log-probs before top-p", "log-probs late", "routes of another rollout", "tokens nobody sampled"),
