@@ -25,6 +25,7 @@ ALWAYS: dict[str, tuple[Place, Place, Place]] = {
     "rank: pieces of optimizer state": ("freed", "freed", "device"),
     "rank: activations": ("freed", "freed", "device"),
     "rank: scoring": ("freed", "freed", "device"),
+    "rank: embedding's gradient": ("freed", "freed", "device"),
     "buckets of a weight update": ("freed", "device", "freed"),
     "server: weights": ("device", "device", "freed"),
     "server: cache": ("device", "freed", "freed"),

@@ -100,7 +100,9 @@ def test_slow_passes_and_much_memory_fail_no_check(scoring: Any) -> None:
     names = [f"kept, {case}" for case in scoring.CASES]
     slow = scoring.Pass(wall_seconds=1e3, cpu_seconds=1e3, peak_bytes=2**40)
     quick = scoring.Pass(wall_seconds=1e-3, cpu_seconds=1e-3, peak_bytes=2**20)
-    found = scoring.table({**{name: [slow] for name in (*names, "full", "full, overlap")}, "cut-cross-entropy": [quick]})
+    found = scoring.table(
+        {**{name: [slow] for name in (*names, "full", "full, overlap")}, "cut-cross-entropy": [quick]}
+    )
     values = {result.name: result.value for result in found}
     assert values["full / cut-cross-entropy: time"] == pytest.approx(1e6)
     assert all(result.holds and not result.goal for result in found)

@@ -103,7 +103,9 @@ def test_a_colocated_gpu_holds_in_each_moment_what_the_table_says(sleeps: bool, 
     keys = (f"trainer.sleep={str(sleeps).lower()}", "trainer.optimizer_offload=0.5", "algorithm.kl_coef=0.1")
     [place, host] = places(colocated(tmp_path, "rollout.memory_share=0.5", *keys), H100S)
     moments = {each.what: each.moments for each in place.holdings}
-    assert moments == {what: moments_on_device(what, sleeps=sleeps) for what in ASLEEP | ALWAYS}
+    # In microbatches as long as these the embedding's gradient takes the room of activations.
+    table = (ASLEEP | ALWAYS).keys() - {"rank: embedding's gradient"}
+    assert moments == {what: moments_on_device(what, sleeps=sleeps) for what in table}
     weights = held(place)["rank: weights"] + held(place)["rank: reference weights"]
     assert held(host).get("weights of ranks that sleep", 0) == (8 * weights if sleeps else 0)
     assert ("sampling" in moments["rank: weights"]) == (not sleeps)

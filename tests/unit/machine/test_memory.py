@@ -24,6 +24,7 @@ from moerl.machine.memory import (
     slab_columns,
     total_parameters,
 )
+from moerl.machine.residence import ALWAYS, ASLEEP
 from moerl.models.description import ModelDescription, describe
 
 OLMOE: dict[str, Any] = {
@@ -273,6 +274,11 @@ def test_the_embeddings_gradient_counts_if_it_is_more_than_the_pass_has_freed():
     added, kept = alone(sizes, ParallelDims(pipeline=2), few)
     assert added == matrix - kept // 2
     assert alone(sizes, ParallelDims(pipeline=2), few, stage=1)[0] == 0
+
+
+def test_each_purpose_has_its_places_in_a_colocated_run():
+    purposes = {f"rank: {name}" for name in rank_memory(sizes_of(QWEN3_30B), ParallelDims(), NEEDS, 0).bytes}
+    assert purposes == {what for what in ASLEEP | ALWAYS if what.startswith("rank: ")}
 
 
 def test_slabs_are_as_wide_as_the_kernels_make_them():
