@@ -123,12 +123,12 @@ class Ground:
         """
         one, other = self.gaps.differences(before), self.gaps.differences(after)
         gains_R = one.means - other.means
-        odd = self.odd(one.means) & may_R
+        odd, fits = self.odd(one.means) & may_R, ~(is_last & self.odd(other.means))
         clear = odd & (gains_R > CLEAR_PART * one.means)
         if 2 * clear.sum() < odd.sum():  # one among many that it does not help is chance, unless nearly all is closed
-            clear &= (gains_R > MOST * one.means) & ~(is_last & self.odd(other.means))
+            clear &= (gains_R > MOST * one.means) & fits
         if clear.any():  # the fault is there: what is too short to show it by itself may have it, too
-            clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floors)
+            clear |= may_R & fits & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floors)
         rest = may_R & ~clear
         if not rest.any():
             return clear

@@ -133,8 +133,16 @@ def test_faults_of_models_and_rollouts_that_nobody_chose_are_named_or_unexplaine
 def test_a_temperature_that_by_chance_closes_most_of_one_gap_among_many_accuses_nothing(
     ground_of: Callable[..., Ground],
 ) -> None:
-    ground = ground_of("8 layers x 32 experts", 61439)
-    assert verdict_on(ground, "older weights", chosen_of(ground, 1 / 3, 61439), 61439) == "unexplained"
+    ground, odd, drawn = ground_of("8 layers x 32 experts", 61439), [0, 5, 7, 10, 11, 14, 23], [2, 9]
+    assert verdict_on(ground, "older weights", odd, 61439) == "unexplained"
+    # Nor does one that two others were drawn at.
+    older, said = (
+        planted(name, ground, some, 1) for name, some in (("older weights", odd), ("temperature 1 said", drawn))
+    )
+    found = ground.diagnose([said[i] if i in drawn else older[i] for i in range(len(older))], edits=EDITS)
+    (finding,) = [each for each in found.findings if each.level == "fault"]
+    assert finding.cause == "temperature"
+    assert set(finding.rollouts) == {ground.clean[i].name for i in drawn}
 
 
 @pytest.mark.slow
