@@ -37,6 +37,8 @@ from moerl.diagnostics.report.data import Evidence
 
 CLEARLY = 6.0
 """Standard errors, over rollouts, of a difference that is believed."""
+OF_MEAN = 0.5
+"""Times the mean excess of flips in prompts, above which a rollout shows a stale prefix: others may be sound."""
 MANY_LAYERS = 3
 """MoE layers from which on a row that equals the one before it in all layers is no chance."""
 
@@ -309,13 +311,15 @@ class _Search:
             error = excess.std(ddof=1) / np.sqrt(len(excess))
             if excess.mean() <= max(0.05, 3 * others.mean()) or excess.mean() <= CLEARLY * error:
                 continue
+            has = excess > OF_MEAN * excess.mean()
             evidence = (
-                Evidence(f"rows and layers of {name} tokens whose experts differ", f"{stale.mean():.1%}"),
-                Evidence("of other tokens", f"{others.mean():.1%}", "about the same"),
+                Evidence(f"rows and layers of {name} tokens whose experts differ", f"{stale[has].mean():.1%}"),
+                Evidence("of other tokens", f"{others[has].mean():.1%}", "about the same"),
             )
             title = "the routes of prompts were captured under other weights (a stale prefix cache)"
             state = replace(self.state, not_captured=(*self.state.not_captured, choose))
-            if self._propose("stale_prefix", title, evidence, {each[0] for each in flips[name]}, state):
+            names = {each[0] for each, is_stale in zip(flips[name], has, strict=True) if is_stale}
+            if self._propose("stale_prefix", title, evidence, names, state):
                 return
 
     def _repaired(self) -> list[DumpedRollout]:

@@ -153,6 +153,12 @@ def test_a_sound_rollout_of_two_tokens_has_no_shift_because_the_far_one_would_be
     assert verdict_on(ground, "log-probs early", [8, 10, 11, 14, 17, 18, 20], 58245) == "named"
 
 
+@pytest.mark.slow
+def test_a_weak_stale_prefix_of_some_rollouts_is_not_told_of_all(ground_of: Callable[..., Ground]) -> None:
+    ground, stale = ground_of("MLA, one dense layer", 7887), [1, 4, 7, 8, 10, 11, 12, 13, 14, 16, 18, 20, 21, 22, 23]
+    assert verdict_on(ground, "stale prefix", stale, 7887) == "named"
+
+
 PAIRED = (
     *("layer late", "row early", "renumbered", "pads of zeros", "sets late", "temperature 1 said"),
     *("log-probs before top-p", "log-probs late", "routes of another rollout", "tokens nobody sampled"),
