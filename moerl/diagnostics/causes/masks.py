@@ -132,8 +132,11 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
     filled_R = means(_FILLED)
     gains = {shift: filled_R - means(changes[shift]) for shift in shifts}
     better = {shift: listed_R & (gains[shift] > 0) for shift in shifts}
-    # Without a place that holds all tokens, a little is chance.
-    clearly = {shift: better[shift] & (gains[shift] > OVER_FLOOR * ground.floors) for shift in shifts}
+    # Without a place that holds all tokens, a little is chance; a rollout that is left without sets shows nothing.
+    clearly = {
+        shift: better[shift] & _has_sets(rollouts, shift) & (gains[shift] > OVER_FLOOR * ground.floors)
+        for shift in shifts
+    }
     fits = {shift: outside_R & listed_R & _hold_all(rollouts, shift) for shift in shifts}
     fits_R = np.any([*fits.values()], axis=0)
     left_R, faults = outside_R & listed_R, list[Fault]()
@@ -155,6 +158,11 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
     return faults
 
 
+def _has_sets(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
+    """Returns bool [rollouts]: some token of the rollout has a moved set."""
+    return np.array([containment([shifted(rollout, shift)]).num_listed > 0 for rollout in rollouts])
+
+
 def _hold_all(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
-    """Returns bool [rollouts]: all moved sets of the rollout hold their tokens."""
+    """Returns bool [rollouts]: all moved sets of the rollout, if any, hold their tokens."""
     return np.array([not containment([shifted(rollout, shift)]).num_outside for rollout in rollouts])

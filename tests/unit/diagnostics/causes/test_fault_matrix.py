@@ -159,6 +159,14 @@ def test_a_weak_stale_prefix_of_some_rollouts_is_not_told_of_all(ground_of: Call
     assert verdict_on(ground, "stale prefix", stale, 7887) == "named"
 
 
+@pytest.mark.slow
+def test_a_rollout_of_one_token_does_not_show_that_sets_have_moved(ground_of: Callable[..., Ground]) -> None:
+    ground = ground_of("8 layers x 32 experts", 22467)
+    assert np.diff(_of_clean(ground).gaps.starts)[5] == 1
+    some = [number for number in range(24) if number not in (14, 15)]
+    assert verdict_on(ground, "sets without their token", some, 22467) == "named"
+
+
 PAIRED = (
     *("layer late", "row early", "renumbered", "pads of zeros", "sets late", "temperature 1 said"),
     *("log-probs before top-p", "log-probs late", "routes of another rollout", "tokens nobody sampled"),
