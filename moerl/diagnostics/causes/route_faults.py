@@ -37,8 +37,6 @@ from moerl.diagnostics.report.data import Evidence
 
 CLEARLY = 6.0
 """Standard errors, over rollouts, of a difference that is believed."""
-OF_MEAN = 0.5
-"""Times the mean excess of flips in prompts, above which a rollout shows a stale prefix: others may be sound."""
 MANY_LAYERS = 3
 """MoE layers from which on a row that equals the one before it in all layers is no chance."""
 
@@ -309,9 +307,10 @@ class _Search:
             stale, others = (np.array([each[i] for each in flips[name]]) for i in (1, 2))
             excess = stale - others
             error = excess.std(ddof=1) / np.sqrt(len(excess))
-            if excess.mean() <= max(0.05, 3 * others.mean()) or excess.mean() <= CLEARLY * error:
+            least = max(0.05, 3 * others.mean())
+            if excess.mean() <= max(least, CLEARLY * error):
                 continue
-            has = excess > OF_MEAN * excess.mean()
+            has = stale - others.mean() > least  # others may be sound
             evidence = (
                 Evidence(f"rows and layers of {name} tokens whose experts differ", f"{stale[has].mean():.1%}"),
                 Evidence("of other tokens", f"{others[has].mean():.1%}", "about the same"),

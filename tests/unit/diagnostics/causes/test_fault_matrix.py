@@ -15,7 +15,7 @@ import torch
 from fault_matrix import FAULTS, OF_ROUTES, judged, planted, right
 from fault_models import MODELS, write_model
 from foreign_dumps import open_any_dump, write_miles, write_sglang, write_slime
-from planted_faults import SAMPLING, Ground, sample, scorer
+from planted_faults import SAMPLING, Ground, sample, scorer, stale_prefix
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
@@ -160,11 +160,30 @@ def test_a_weak_stale_prefix_of_some_rollouts_is_not_told_of_all(ground_of: Call
 
 
 @pytest.mark.slow
+def test_a_prefix_that_is_less_stale_than_that_of_others_is_told_with_them(
+    ground_of: Callable[..., Ground], tmp_path: Path
+) -> None:
+    ground, weak = ground_of("the demo's shape", 11), range(1, 24, 8)
+    nearer = scorer(write_model(tmp_path, "the demo's shape", 11, drift=0.06), version=2)
+    less, more = (stale_prefix(ground.clean, each) for each in (nearer, ground.old))
+    (finding,) = ground.diagnose([less[i] if i in weak else more[i] for i in range(24)], edits=EDITS).findings
+    assert (finding.cause, finding.rollouts) == ("stale_prefix", ())
+
+
+@pytest.mark.slow
 def test_a_rollout_of_one_token_does_not_show_that_sets_have_moved(ground_of: Callable[..., Ground]) -> None:
     ground = ground_of("8 layers x 32 experts", 22467)
     assert np.diff(_of_clean(ground).gaps.starts)[5] == 1
     some = [number for number in range(24) if number not in (14, 15)]
     assert verdict_on(ground, "sets without their token", some, 22467) == "named"
+
+
+@pytest.mark.slow
+def test_a_rollout_whose_log_probs_are_nearer_under_other_sets_by_chance_does_not_show_that_they_have_moved(
+    ground_of: Callable[..., Ground],
+) -> None:
+    ground = ground_of("8 layers x 32 experts", 22874)
+    assert verdict_on(ground, "sets without their token", list(range(24)), 22874) == "named"
 
 
 PAIRED = (
