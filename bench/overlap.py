@@ -2,8 +2,8 @@
 
 `python bench/overlap.py MODEL [--engine sglang] [--staleness N] [--every N] [--rounds N] [--steps N] [--json FILE]`,
 with the directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine
-with two idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in
-turns; or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=4
+with two idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=process buffer.max_staleness=1`,
+in turns; or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=4
 weights.every=3` and room for 384 responses at a time, with updates that interrupt responses. Evaluation and the
 mismatch with nothing kept are left out. So are the steps in which slots are filled at the start of a run, and those at
 its end, when there is no more to dispatch: engines that do nothing any more would not slow the trainer down.
@@ -41,7 +41,7 @@ WARM_UP, SAMPLES = 8, 24 * 8
 FASTER, OPTIMUM, WITHIN = 1.5, 0.9, 0.15
 STALENESS, EVERY = {"embedded": 1, "sglang": 4}, {"embedded": 1, "sglang": 3}
 ENGINES = {
-    "embedded": {"in turns": [], "beside": ["rollout.placement=beside"]},
+    "embedded": {"in turns": [], "beside": ["rollout.placement=process"]},
     "sglang": {"in turns": ["rollout=sglang"], "beside": ["rollout=sglang", "rollout.max_running=384"]},
 }
 QUIET = [

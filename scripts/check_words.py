@@ -1,12 +1,12 @@
-"""First words of docstrings, "where" for "if", names of classes, and reads of environment variables, checked by
-`make lint`: ``python scripts/check_words.py``. Standard library alone.
+"""First words of docstrings, "where" for "if", words that mean too much, names of classes, and reads of environment
+variables, checked by `make lint`: ``python scripts/check_words.py``. Standard library alone.
 
 A docstring begins with a verb or a noun: one that begins with a word of `FIRST_WORDS` is a riddle without its
 neighbours. A condition begins with "if"; "where" names a place, and follows a word of `BEFORE_WHERE`, in docstrings,
-comments and messages of the product, and in pages for readers. Fields of public classes are described below the
-field. A public class name of the product is defined in one module only, so that a search for it finds one class.
-Environment variables are read in the places of `READERS`, so that what a process takes from outside is known;
-exceptions stand in `EXCEPTIONS`, each with its reason.
+comments and messages of the product, and in pages for readers. These do without the words of `DROPPED`, the product in
+its names, too. Fields of public classes are described below the field. A public class name of the product is defined in
+one module only, so that a search for it finds one class. Environment variables are read in the places of `READERS`, so
+that what a process takes from outside is known; exceptions stand in `EXCEPTIONS`, each with its reason.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ BEFORE_WHERE = frozenset({
 })
 # fmt: on
 """Words that "where" may follow: nouns of places, verbs of knowing, prepositions, and values of arrays."""
+DROPPED = {"beside": "next to, during, or in a process of its own", "demand": "require", "demands": "requires"}
+"""Words that have stood for several things, each with what to say."""
+_DROPPED = re.compile(rf"(?i)(?<![a-z])({'|'.join(DROPPED)})(?![a-z])")
 READERS = ("moerl/config/", "moerl/machine/", "moerl/launch/", "moerl/processes/parent.py")
 """Files and folders of the product that may read environment variables."""
 EXCEPTIONS = {"moerl/tasks/rewards/sandbox/start.py": "clears variables of a process that runs a stranger's program"}
 """Files that name the environment for another reason."""
+OLD_NAMES = "moerl/config/moved.py"
+"""File that lists names of older versions."""
 
 _ADVICE = 'say "if", or name the place'
 _NAMES = frozenset({"environ", "getenv", "environb", "putenv"})
@@ -63,10 +68,16 @@ def conditions(text: str) -> Iterator[tuple[int, str]]:
 
 
 def conditions_of_page(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the same for a page in Markdown, without its fences, code between backticks and targets of links."""
+    """Yields the same for a page in Markdown, outside of code."""
+    return _conditions([(1, without_code(text))])
+
+
+def without_code(page: str) -> str:
+    """Returns a page in Markdown without its fences, code between backticks and targets of links; lines keep their
+    numbers."""
     for code in (r"(?ms)^\s*```.*?^\s*```\s*?$", r"(`+)(?:(?!\n\s*\n).)+?\1", r"(?<=\])\([^)]*\)"):
-        text = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.DOTALL)
-    return _conditions([(1, text)])
+        page = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), page, flags=re.DOTALL)
+    return page
 
 
 def _conditions(parts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -102,6 +113,12 @@ def _within(string: tokenize.TokenInfo) -> str:
 def _text(statement: ast.stmt) -> str | None:
     value = statement.value if isinstance(statement, ast.Expr) else None
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def dropped(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the word of each word of `DROPPED`, parts of names included."""
+    for match in _DROPPED.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, match[0]
 
 
 def undescribed(text: str) -> Iterator[tuple[int, str]]:
@@ -149,6 +166,8 @@ def problems(root: Path) -> list[str]:
         if not path.startswith("moerl/"):
             continue
         found += [f'{path}:{line}: "{words}": {_ADVICE}' for line, words in conditions(text)]
+        if path != OLD_NAMES:
+            found += [f'{path}:{line}: "{word}": say {DROPPED[word.lower()]}' for line, word in dropped(text)]
         found += [f"{path}:{line}: {name} has no docstring below it" for line, name in undescribed(text)]
         for line, name in classes(text):
             if (first := defined.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
@@ -163,6 +182,7 @@ def problems(root: Path) -> list[str]:
     for file in sorted(file for pattern in PAGES for file in root.glob(pattern)):
         path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
         found += [f'{path}:{line}: "{words}": {_ADVICE}' for line, words in conditions_of_page(text)]
+        found += [f'{path}:{line}: "{word}": say {DROPPED[word.lower()]}' for line, word in dropped(without_code(text))]
     return found + [f"{path}: no longer needed; remove its exception" for path in sorted(set(EXCEPTIONS) - excepted)]
 
 

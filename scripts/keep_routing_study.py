@@ -71,7 +71,7 @@ class Arm:
 
     @property
     def keys(self) -> list[str]:
-        placement = "beside" if self.staleness else "inside"
+        placement = "process" if self.staleness else "controller"
         return [
             f"rollout.dtype={self.noise}",
             f"rollout.placement={placement}",

@@ -79,7 +79,7 @@ VARIANTS = (
     Variant("two ranks", ("parallel.expert=2", "trainer.command_seconds=60"), ("controller", "rank"), True),
     Variant(
         "engine beside",
-        ("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
+        ("rollout.placement=process", "buffer.max_staleness=1", "buffer.window=5"),
         ("controller", "rank", "engine", "reward worker"),
         False,
         bound=2,
@@ -96,7 +96,7 @@ VARIANTS = (
     Variant(
         "agents over HTTP",
         (
-            *("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
+            *("rollout.placement=process", "buffer.max_staleness=1", "buffer.window=5"),
             *("rollout.max_new_tokens=160", "quarantine.max_rate=1.0"),
         ),
         ("controller", "rank", "engine", "agent"),

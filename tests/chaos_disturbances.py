@@ -26,7 +26,7 @@ STRANGERS = 20
 """At each port of a run; each says nothing, or something of `SAYINGS`, and holds the connection."""
 ROLES = {
     "rank": b"moerl.ranks.process",
-    "engine": b"moerl.rollout.beside.process",
+    "engine": b"moerl.rollout.engine_process.process",
     "reward worker": b"rewards/worker.py",
     "server": b"sglang::scheduler",
     "agent": b"agent.py",

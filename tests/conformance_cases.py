@@ -21,10 +21,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moerl.contract.ports import PolicyEngine, RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.models.spec import moe_layer_indices, spec_from_hf_config
-from moerl.rollout.beside.engine import BesideEngine
-from moerl.rollout.beside.local import LocalProcess
-from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.engine_process.engine import ProcessEngine
+from moerl.rollout.engine_process.local import LocalProcess
+from moerl.rollout.engine_process.messages import StartEngine
 from moerl.rollout.fleet.backend import ModelFacts
 
 V = 61
@@ -96,7 +96,7 @@ def _beside(subject: Subject, request: pytest.FixtureRequest, max_running: int) 
     folder = request.getfixturevalue("tmp_path")
     subject.model(0).save_pretrained(folder / "model")
     start = StartEngine(str(folder / "model"), "float32", subject.spec, max_running, num_threads=1, version=0)
-    return BesideEngine(start, LocalProcess(folder / "engine.log"))
+    return ProcessEngine(start, LocalProcess(folder / "engine.log"))
 
 
 def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:

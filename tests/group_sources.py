@@ -106,14 +106,14 @@ def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector
 def trained(groups: GroupSource) -> None:
     """A step, after which engines hold its weights."""
     groups.trained()
-    groups.expect()(None)
+    groups.expect_update()(None)
 
 
 def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
     return list(dict.fromkeys(t.lineage.group_id for t in trajectories))
 
 
-BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 class Gate:

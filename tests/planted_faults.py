@@ -24,7 +24,7 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.offline.rescoring import HeldModels, TransformersScorer
+from moerl.offline.rescoring import LoadedModels, TransformersScorer
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 
@@ -113,7 +113,7 @@ def dumped(trajectory: Trajectory, *, engine: str) -> DumpedRollout:
 
 def scorer(model: Path, *, dtype: torch.dtype = torch.bfloat16, version: int | None = None) -> TransformersScorer:
     cpu = torch.device("cpu")
-    held = HeldModels(dtype, cpu, cpu)
+    held = LoadedModels(dtype, cpu, cpu)
     return TransformersScorer(held, read_model(model), dtype=dtype, name=model.name, version=version)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.algorithms.section import Algorithm
 from moerl.contract.batch import TrainSample
-from moerl.contract.demands import demand_scores
+from moerl.contract.requirements import require_scores
 from moerl.contract.spans import turn_numbers
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Trajectory
 
@@ -83,7 +83,7 @@ def rewarded(
         return torch.tensor([number[name] for name in names])
 
     for trajectory in trajectories:
-        demand_scores(trajectory.scores, scores)
+        require_scores(trajectory.scores, scores)
     lineages = [trajectory.lineage for trajectory in trajectories]
     return toolbox.RewardedBatch(
         rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from moerl.algorithms.section import Algorithm
-from moerl.contract.demands import MAX_NAMES
+from moerl.contract.requirements import MAX_NAMES
 from moerl.errors import ConfigError
 from moerl.sections import FunctionName
 from moerl.user_function import check_function, load_function

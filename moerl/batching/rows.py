@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import UNSCORED, Microbatch, TextSample, TrainSample, unscored
 from moerl.contract.batch_checksums import Recorded, context_checksum, kept_checksum
-from moerl.contract.demands import demand_scores
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require_scores
 from moerl.contract.routing import rollout_key, summed_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.errors import ContractError, ReplayError
@@ -267,7 +267,7 @@ def _check_trainable(sample: TrainSample, scores: Sequence[str]) -> None:
             expected="finite advantages",
             remedy="look at the rewards of its group",
         )
-    demand_scores(trajectory.scores, scores)
+    require_scores(trajectory.scores, scores)
     if any(turn.sampling is not None and turn.sampling.is_greedy for turn in trajectory.turns):
         raise ContractError(
             Reason.SAMPLING_INVALID,

@@ -94,7 +94,7 @@ class QueueLimits:
             return []
         window = ", and dropped if they get too old" if self.drops else f" in a window of {self.window}"
         return [
-            f"groups are sampled beside the training, {self.slots} at a time{window}: no token that is trained is"
+            f"groups are sampled during training, {self.slots} at a time{window}: no token that is trained is"
             f" older than {self.max_age} versions ({self.formula})"
         ]
 

@@ -196,7 +196,7 @@ def _check_colocated(config: RunConfig) -> None:
             "buffer.max_staleness: colocated servers sleep while the trainer works, nothing runs ahead",
             seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement colocated",
             expected="0",
-            remedy="set buffer.max_staleness=0, or rollout.placement=apart",
+            remedy="set buffer.max_staleness=0, or rollout.placement=disaggregated",
         )
     if rollout.memory_share is None:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _check_colocated(config: RunConfig) -> None:
             "rollout.servers: more devices than the trainer has, whose devices they share",
             seen=f"{rollout.servers} servers of {rollout.tensor}, {ranks} ranks of the trainer",
             expected=f"at most {ranks} devices",
-            remedy="choose smaller rollout.servers or rollout.tensor, or rollout.placement=apart",
+            remedy="choose smaller rollout.servers or rollout.tensor, or rollout.placement=disaggregated",
         )
 
 

@@ -176,7 +176,7 @@ DIAGNOSE = CommandText(
     "Exit status: 0 in order, 1 a fault was found, 3 something is unexplained, 2 no diagnosis (the command line or a\n"
     "file is wrong, or a file cannot be read). Weights as a Hugging Face directory: docs/routing_mismatch.md says how.",
     {
-        "moerl diagnose runs/wide": "a run: its first rollouts, beside the weights that sampled them",
+        "moerl diagnose runs/wide": "a run: its first rollouts, next to the weights that sampled them",
         "moerl diagnose rollout_12.pt train_12.pt --model policy_11 --temperature 0.8": (
             "slime or miles: rollouts and train data of one step, joined by their tokens"
         ),

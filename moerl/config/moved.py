@@ -23,7 +23,10 @@ MOVED = {
 }
 """By old dotted path, the new one. The values mean the same, so a run that was stored continues."""
 
-RENAMED = {"weights.gather": {"root": "sender"}}
+RENAMED = {
+    "weights.gather": {"root": "sender"},
+    "rollout.placement": {"inside": "controller", "beside": "process", "apart": "disaggregated"},
+}
 """By dotted path, the new name of each value that has another one now."""
 
 ADDED: dict[str, Any] = {
@@ -60,7 +63,7 @@ ADDED: dict[str, Any] = {
     "rl.keep_by": "shortest",
     "trainer.optimizer_offload": 0.0,
     "trainer.sleep": False,
-    "rollout.placement": "inside",
+    "rollout.placement": "controller",
     "rollout.record_steps": True,
     "rollout.server_args": {},
     "rollout.expert": 1,

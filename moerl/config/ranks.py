@@ -77,13 +77,13 @@ class RankConfig(Section):
 def engine_threads(config: RankConfig) -> int:
     """Returns the threads of the embedded engine: half of the run's, at least 1, if it has its own process on
     the trainer's machine; else all, in turns with the trainer or on a Ray node of its own."""
-    return max(1, config.num_threads // 2) if _engine_is_beside(config) else config.num_threads
+    return max(1, config.num_threads // 2) if _engine_has_process(config) else config.num_threads
 
 
 def rank_threads(config: RankConfig, stage: Stage) -> int:
     """Returns the threads of each trainer rank in a stage, at least 1: an equal part of what the engine leaves."""
     left = config.num_threads
-    if stage == "rl" and _engine_is_beside(config):
+    if stage == "rl" and _engine_has_process(config):
         left -= engine_threads(config)
     return max(1, left // config.parallel.world_size)
 
@@ -94,12 +94,12 @@ def cluster_cpus(config: RankConfig) -> int:
     rollout, ranks = config.rollout, rank_threads(config, "sft") * config.parallel.world_size
     if isinstance(rollout, SGLangRolloutConfig):
         return ranks + rollout.own_devices
-    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "process":
         return ranks + engine_threads(config)
     return ranks
 
 
-def _engine_is_beside(config: RankConfig) -> bool:
+def _engine_has_process(config: RankConfig) -> bool:
     rollout = config.rollout
-    is_beside = isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside"
-    return is_beside and config.launch.on != "ray"
+    has_process = isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "process"
+    return has_process and config.launch.on != "ray"

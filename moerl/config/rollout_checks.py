@@ -87,12 +87,12 @@ def check_dumps(command: str, rollout: RolloutConfig, rl: RLConfig) -> None:
 def check_engine(rollout: RolloutConfig, buffer: BufferConfig) -> None:
     """Raises `ConfigError` if sampling is to run ahead in the trainer's own process, or in a precision that the engine
     does not have."""
-    if buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
+    if buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "controller":
         raise ConfigError(
             "buffer.max_staleness: the engine and the trainer take turns in one process, nothing runs ahead",
-            seen=f"max_staleness {buffer.max_staleness}, rollout.placement inside",
+            seen=f"max_staleness {buffer.max_staleness}, rollout.placement controller",
             expected="an engine of its own process",
-            remedy="set rollout.placement=beside or rollout=sglang, or buffer.max_staleness=0",
+            remedy="set rollout.placement=process or rollout=sglang, or buffer.max_staleness=0",
         )
     if rollout.dtype == "float8" and rollout.engine != "embedded":
         raise ConfigError(

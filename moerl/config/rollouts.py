@@ -52,9 +52,9 @@ class EmbeddedRolloutConfig(SamplingConfig):
     """An engine on transformers, in the controller's process or in its own."""
 
     engine: Literal["embedded"] = Field(description="Engine that samples.")
-    placement: Literal["inside", "beside"] = Field(
-        description="inside = in the controller's process, in turns with it; beside = in a process of its own, which"
-        " samples while the trainer works."
+    placement: Literal["controller", "process"] = Field(
+        description="controller = in the controller's process, in turns with it; process = in a process of its own,"
+        " which samples while the trainer works."
     )
     record_steps: bool = Field(
         description="On a GPU decoding steps are recorded as CUDA graphs, and replayed; false = slower, to look for"
@@ -90,9 +90,10 @@ class SGLangRolloutConfig(ServedRolloutConfig):
     kind: ClassVar[str] = "sglang"
     """SGLang."""
     engine: Literal["sglang"] = Field(description="Engine that samples.")
-    placement: Literal["apart", "colocated"] = Field(
-        description="apart = each server has GPUs (on CPU: cores) of its own, the last ones of the machine; colocated ="
-        " servers are on the trainer's GPUs, from the first one on, and give their memory back while it works."
+    placement: Literal["disaggregated", "colocated"] = Field(
+        description="disaggregated = each server has GPUs (on CPU: cores) of its own, the last ones of the machine;"
+        " colocated = servers are on the trainer's GPUs, from the first one on, and give their memory back while it"
+        " works."
     )
     servers: Ranks = Field(description="Servers side by side.")
     environment: FilePath = Field(

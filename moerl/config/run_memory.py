@@ -312,8 +312,8 @@ def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:
         rest = "" if config.trainer.sleep else ", trainer.sleep=true"
         return f"set rollout.memory_share={most:g}{rest}, or spread the trainer's state over more ranks (parallel.data)"
     return (
-        "set rollout.placement=apart and give servers GPUs of their own, or spread the trainer's state over more ranks"
-        f" (parallel.data): a server needs {least:.2f} of each GPU that it is on"
+        "set rollout.placement=disaggregated and give servers GPUs of their own, or spread the trainer's state over"
+        f" more ranks (parallel.data): a server needs {least:.2f} of each GPU that it is on"
     )
 
 

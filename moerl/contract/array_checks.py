@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.demands import demand, refuse_where
 from moerl.contract.fields import TrajectoryFields
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import refuse_where, require
 from moerl.errors import ContractError
 
 SINGLETON_LOGPROB_TOLERANCE = 1e-6
@@ -41,10 +41,10 @@ def check_kept_sets(trajectory: TrajectoryFields) -> None:
 
 def _check_offsets(trajectory: TrajectoryFields) -> None:
     offsets, num_ids = trajectory.kept.offsets, len(trajectory.kept.ids)
-    demand(offsets[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "kept.offsets", offsets[0], 0)
+    require(offsets[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "kept.offsets", offsets[0], 0)
     falls = offsets[1:] < offsets[:-1]
     refuse_where("kept.offsets", offsets[1:], (falls, Reason.OFFSETS_FALL, "offsets that never fall"))
-    demand(offsets[-1] == num_ids, Reason.OFFSETS_END_WRONG, "kept.offsets", offsets[-1], num_ids)
+    require(offsets[-1] == num_ids, Reason.OFFSETS_END_WRONG, "kept.offsets", offsets[-1], num_ids)
 
 
 def _check_truncation(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.demands import demand
 from moerl.contract.frame import Buffer
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
@@ -31,14 +31,14 @@ def read_array(data: Buffer, dtype: type[Any] | np.dtype[Any], count: int, field
         ContractError: `array_length_wrong`.
     """
     native = np.dtype(dtype)
-    demand_length(data, count * native.itemsize, field)
+    require_length(data, count * native.itemsize, field)
     return np.frombuffer(data, native.newbyteorder("<")).astype(native)
 
 
-def demand_length(data: Buffer, num_bytes: int, field: str) -> None:
+def require_length(data: Buffer, num_bytes: int, field: str) -> None:
     """Raises `array_length_wrong` for data of another length."""
     agrees = len(data) == num_bytes
-    demand(agrees, Reason.ARRAY_LENGTH_WRONG, field, f"{len(data)} bytes", f"{num_bytes} bytes")
+    require(agrees, Reason.ARRAY_LENGTH_WRONG, field, f"{len(data)} bytes", f"{num_bytes} bytes")
 
 
 def pack_flags(flags: NDArray[np.bool_]) -> memoryview:
@@ -48,9 +48,9 @@ def pack_flags(flags: NDArray[np.bool_]) -> memoryview:
 
 def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
     """Returns bool [count]. Spare bits of the last byte must be zero."""
-    demand_length(data, (count + 7) // 8, field)
+    require_length(data, (count + 7) // 8, field)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
-    demand(not bits[count:].any(), Reason.ARRAY_LENGTH_WRONG, field, "flags beyond the end", count)
+    require(not bits[count:].any(), Reason.ARRAY_LENGTH_WRONG, field, "flags beyond the end", count)
     return bits[:count].copy()
 
 
@@ -67,11 +67,11 @@ def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
 def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
     """Returns int32 [count] from its run-length code; compares the total before it expands anything."""
     num_runs = len(lengths) // 4
-    demand(num_runs <= count, Reason.ARRAY_LENGTH_WRONG, field, f"{num_runs} runs", f"at most {count} tokens")
+    require(num_runs <= count, Reason.ARRAY_LENGTH_WRONG, field, f"{num_runs} runs", f"at most {count} tokens")
     run_lengths = read_array(lengths, np.uint32, num_runs, f"{field} lengths").astype(np.int64)
     run_values = read_array(values, np.int32, num_runs, f"{field} values")
     total = int(run_lengths.sum())
-    demand(total == count, Reason.ARRAY_LENGTH_WRONG, field, f"{total} tokens", count)
+    require(total == count, Reason.ARRAY_LENGTH_WRONG, field, f"{total} tokens", count)
     return np.repeat(run_values, run_lengths)
 
 
@@ -89,7 +89,7 @@ def expert_planes(expert_ids: NDArray[Any]) -> Iterator[memoryview]:
 def read_expert_planes(data: Buffer, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Returns a fresh, contiguous [S-1, L, K] array of `dtype` from the bytes of [L, S-1, K]."""
     num_rows, num_layers, top_k = shape
-    demand_length(data, math.prod(shape) * dtype.itemsize, "expert_ids")
+    require_length(data, math.prod(shape) * dtype.itemsize, "expert_ids")
     planes = np.frombuffer(data, dtype.newbyteorder("<")).reshape(num_layers, num_rows, top_k)
     # Always a copy: a view, which one layer or one row would allow, keeps the whole payload in memory.
     words = np.array(_as_words(planes).swapaxes(0, 1), order="C")
@@ -119,7 +119,7 @@ def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]
     """Returns int32 [nnz]. Computes modulo 2^32, so it is exact for any content: a wrong id stays wrong for the
     invariants to find."""
     count = int(offsets[-1])
-    demand_length(data, 4 * count, "kept.ids")
+    require_length(data, 4 * count, "kept.ids")
     planes = np.frombuffer(data, np.uint8).reshape(4, count)
     deltas = np.ascontiguousarray(planes.T).view("<u4").reshape(-1)
     running = np.zeros(count + 1, np.uint32)

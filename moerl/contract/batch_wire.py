@@ -23,24 +23,24 @@ from numpy.typing import NDArray
 from moerl.contract.array_checks import rows_are_distinct
 from moerl.contract.array_codec import (
     array_bytes,
-    demand_length,
     pack_flags,
     pack_kept_ids,
     read_array,
     read_expert_planes,
     read_flags,
     read_kept_ids,
+    require_length,
 )
 from moerl.contract.batch import FLAG_ROWS, FLOAT_ROWS, INT_ROWS, Microbatch
-from moerl.contract.demands import MAX_NAMES, demand, demand_text
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import MAX_NAMES, require, require_text
 from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import WireStruct, open_sealed, seal
 
-_demand = partial(demand, remedy="run the same moerl version on all ranks; otherwise report it as a bug")
+_require = partial(require, remedy="run the same moerl version on all ranks; otherwise report it as a bug")
 
 
 class RoutingMessage(WireStruct):
@@ -122,13 +122,13 @@ def decode_batches(
     """
     message, rest = open_sealed(unpack_frame(frame, FrameKind.BATCHES, limits), _decoder, limits)
     for name, value in message.facts.items():
-        _demand(math.isfinite(value), Reason.VALUE_NOT_FINITE, f"facts[{name!r}]", value, "a finite number")
+        _require(math.isfinite(value), Reason.VALUE_NOT_FINITE, f"facts[{name!r}]", value, "a finite number")
     batches = []
     for item in message.batches:
         num_bytes = _routing_bytes(item, spec)
         batches.append(_batch(item, rest[:num_bytes], spec))
         rest = rest[num_bytes:]
-    demand_length(rest, 0, "expert_ids beyond the last microbatch")
+    require_length(rest, 0, "expert_ids beyond the last microbatch")
     return batches, message.facts
 
 
@@ -186,21 +186,21 @@ def _routing_bytes(message: BatchMessage, spec: ModelSpec) -> int:
         return 0
     divides = 0 < routing.num_rows <= message.num_rows and message.num_rows % routing.num_rows == 0
     seen = f"{routing.num_rows} routing rows, {routing.num_layers} layers"
-    _demand(divides, Reason.WRONG_SHAPE, "expert_ids", seen, f"an equal part of {message.num_rows} rows")
+    _require(divides, Reason.WRONG_SHAPE, "expert_ids", seen, f"an equal part of {message.num_rows} rows")
     expected = f"0..{spec.num_moe_layers} MoE layers"
-    _demand(0 <= routing.num_layers <= spec.num_moe_layers, Reason.WRONG_SHAPE, "expert_ids", seen, expected)
+    _require(0 <= routing.num_layers <= spec.num_moe_layers, Reason.WRONG_SHAPE, "expert_ids", seen, expected)
     return routing.num_rows * routing.num_layers * spec.experts_per_token * spec.expert_dtype.itemsize
 
 
 def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> Microbatch:
     num_rows = message.num_rows
-    _demand(num_rows > 0, Reason.TOO_SHORT, "num_rows", num_rows, "at least 1")
+    _require(num_rows > 0, Reason.TOO_SHORT, "num_rows", num_rows, "at least 1")
     for field, seen, names in (
         ("ints", message.ints, INT_ROWS),
         ("floats", message.floats, FLOAT_ROWS),
         ("flags", message.flags, FLAG_ROWS),
     ):
-        _demand(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
+        _require(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
     # First of all: its length proves `num_rows`, on which everything below spends memory.
     ints = {name: read_array(data, np.int32, num_rows, name).astype(np.int64) for name, data in message.ints.items()}
     sizes = read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes")
@@ -229,12 +229,12 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
 
 
 def _scores(scores: Mapping[str, memoryview], num_rows: int) -> dict[str, NDArray[np.float32]]:
-    _demand(len(scores) <= MAX_NAMES, Reason.TOO_MANY_NAMES, "scores", len(scores), f"at most {MAX_NAMES}")
+    _require(len(scores) <= MAX_NAMES, Reason.TOO_MANY_NAMES, "scores", len(scores), f"at most {MAX_NAMES}")
     found = {name: read_array(data, np.float32, num_rows, f"scores[{name!r}]") for name, data in scores.items()}
     for name, values in found.items():
-        demand_text(name, "scores name")
+        require_text(name, "scores name")
         finite = bool(np.isfinite(values).all())
-        _demand(finite, Reason.VALUE_NOT_FINITE, f"scores[{name!r}]", "not finite", "finite in every row")
+        _require(finite, Reason.VALUE_NOT_FINITE, f"scores[{name!r}]", "not finite", "finite in every row")
     return found
 
 
@@ -245,7 +245,7 @@ def _routing(routing: RoutingMessage | None, data: memoryview, spec: ModelSpec) 
     expert_ids = read_expert_planes(data, shape, spec.expert_dtype)
     highest = int(expert_ids.max(initial=0))
     expected = f"in [0, {spec.num_experts})"
-    _demand(highest < spec.num_experts, Reason.EXPERT_ID_OUT_OF_RANGE, "expert_ids", highest, expected)
+    _require(highest < spec.num_experts, Reason.EXPERT_ID_OUT_OF_RANGE, "expert_ids", highest, expected)
     checksums = read_array(routing.checksums, np.uint64, routing.num_layers, "routing_checksums")
     return {"expert_ids": expert_ids, "routing_checksums": checksums}
 
@@ -255,19 +255,19 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
     vocabulary = f"in [0, {spec.vocab_size})"
     for name, ids in (("input_ids", batch.input_ids), ("target_ids", batch.target_ids), ("kept.ids", batch.kept.ids)):
         inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.vocab_size)
-        _demand(inside, Reason.TOKEN_ID_OUT_OF_RANGE, name, f"{ids.min(initial=0)}..{ids.max(initial=0)}", vocabulary)
+        _require(inside, Reason.TOKEN_ID_OUT_OF_RANGE, name, f"{ids.min(initial=0)}..{ids.max(initial=0)}", vocabulary)
     for name in FLOAT_ROWS:
         finite = bool(np.isfinite(getattr(batch, name)).all())
-        _demand(finite, Reason.VALUE_NOT_FINITE, name, "not finite", "finite in every row")
+        _require(finite, Reason.VALUE_NOT_FINITE, name, "not finite", "finite in every row")
     positive = bool((batch.temperatures > 0).all())
-    _demand(positive, Reason.TEMPERATURE_NOT_POSITIVE, "temperatures", batch.temperatures.min(), "above 0")
+    _require(positive, Reason.TEMPERATURE_NOT_POSITIVE, "temperatures", batch.temperatures.min(), "above 0")
     same = np.array_equal(batch.truncated, batch.kept.sizes > 0)
-    _demand(same, Reason.TRUNCATED_DISAGREES, "truncated", "other rows", "the rows that list kept ids")
+    _require(same, Reason.TRUNCATED_DISAGREES, "truncated", "other rows", "the rows that list kept ids")
     _check_distinct(batch)
     same = np.array_equal(batch.is_pad, batch.sample_index < 0)
-    _demand(same, Reason.ROWS_DIFFER, "is_pad", "other rows", "the rows without a sample")
+    _require(same, Reason.ROWS_DIFFER, "is_pad", "other rows", "the rows without a sample")
     trained = int((batch.loss_mask & batch.is_pad).sum())
-    _demand(not trained, Reason.ROWS_DIFFER, "loss_mask", f"{trained} trained pad rows", "none")
+    _require(not trained, Reason.ROWS_DIFFER, "loss_mask", f"{trained} trained pad rows", "none")
 
 
 def _check_distinct(batch: Microbatch) -> None:
@@ -282,34 +282,34 @@ def _check_distinct(batch: Microbatch) -> None:
     num_empty, num_live = int((~is_filled).sum()), int((~batch.routed).sum())
     filled = batch.expert_ids if not num_empty else batch.expert_ids[is_filled]
     distinct = rows_are_distinct(filled) and (num_empty <= num_live or not batch.expert_ids.size)
-    _demand(distinct, Reason.REPEATED_EXPERT, "expert_ids", "an expert twice in a row", "distinct experts in a row")
+    _require(distinct, Reason.REPEATED_EXPERT, "expert_ids", "an expert twice in a row", "distinct experts in a row")
 
 
 def _check_sequences(batch: Microbatch) -> None:
-    """Demands that `cu_seqlens` rises from 0 to a multiple of the rows of this share."""
+    """Requires that `cu_seqlens` rises from 0 to a multiple of the rows of this share."""
     cu_seqlens = batch.cu_seqlens
-    _demand(cu_seqlens[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "cu_seqlens", cu_seqlens[0], 0)
+    _require(cu_seqlens[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "cu_seqlens", cu_seqlens[0], 0)
     rises = bool((np.diff(cu_seqlens) > 0).all())
-    _demand(rises, Reason.OFFSETS_FALL, "cu_seqlens", "an empty or negative sequence", "at least one row in each")
+    _require(rises, Reason.OFFSETS_FALL, "cu_seqlens", "an empty or negative sequence", "at least one row in each")
     total = batch.num_rows_of_all
     fits = total > 0 and total % batch.num_rows == 0
-    _demand(fits, Reason.OFFSETS_END_WRONG, "cu_seqlens", total, f"a multiple of {batch.num_rows} rows")
+    _require(fits, Reason.OFFSETS_END_WRONG, "cu_seqlens", total, f"a multiple of {batch.num_rows} rows")
     _check_prefixes(batch)
     longest = int((np.diff(cu_seqlens) + batch.rows_before).max())
     inside = batch.position_ids.min() >= 0 and batch.position_ids.max() < longest
-    _demand(inside, Reason.VALUE_OUT_OF_RANGE, "position_ids", batch.position_ids.max(), f"in [0, {longest})")
+    _require(inside, Reason.VALUE_OUT_OF_RANGE, "position_ids", batch.position_ids.max(), f"in [0, {longest})")
 
 
 def _check_prefixes(batch: Microbatch) -> None:
-    """Demands that a prefix comes before the sequences that share it, has none itself, and has the rows of it."""
+    """Requires that a prefix comes before the sequences that share it, has none itself, and has the rows of it."""
     prefix_of, rows = batch.prefix_of, batch.prefix_rows
     if prefix_of is None or rows is None:
-        _demand(prefix_of is rows, Reason.MISSING_FIELD, "prefix_rows", "one of the two", "prefix_of and prefix_rows")
+        _require(prefix_of is rows, Reason.MISSING_FIELD, "prefix_rows", "one of the two", "prefix_of and prefix_rows")
         return
     earlier = bool(((prefix_of >= -1) & (prefix_of < np.arange(len(prefix_of)))).all())
-    _demand(earlier, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "-1 or an earlier sequence")
+    _require(earlier, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "-1 or an earlier sequence")
     plain = bool((prefix_of[prefix_of[prefix_of >= 0]] < 0).all())
-    _demand(plain, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "prefixes without a prefix")
+    _require(plain, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "prefixes without a prefix")
     lengths = np.where(prefix_of < 0, 0, np.diff(batch.cu_seqlens)[prefix_of])
     inside = bool(((rows <= lengths) & ((rows > 0) == (prefix_of >= 0)) & (rows >= 0)).all())
-    _demand(inside, Reason.VALUE_OUT_OF_RANGE, "prefix_rows", rows.tolist(), f"up to {lengths.tolist()}, 0 for none")
+    _require(inside, Reason.VALUE_OUT_OF_RANGE, "prefix_rows", rows.tolist(), f"up to {lengths.tolist()}, 0 for none")

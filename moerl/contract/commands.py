@@ -132,7 +132,7 @@ class Publish(Command):
     """The engine's servers, if senders send to servers."""
 
 
-class Hold(Command):
+class KeepWeights(Command):
     version: int
     """Policy version that senders keep from now on for servers that come late."""
 
@@ -203,7 +203,7 @@ class Close(Command):
 
 PassCommand = Score | Prepare | Step | Trace
 """Passes over a loaded batch."""
-SyncCommand = Publish | Hold | Resend
+SyncCommand = Publish | KeepWeights | Resend
 """Weights on their way from senders to receivers."""
 CheckpointCommand = Save | PollSave | Restore | Export | Rewrite
 """Checkpoints, and model directories that are written from them or like them."""

@@ -119,10 +119,10 @@ class Conversation:
             raise _unstable("earlier turns", text, answered)
         if self.session.num_left != num_left:
             raise EpisodeError(
-                "episode: a session was used beside its conversation, while a template was rendered",
+                "episode: a session was used without its conversation, while a template was rendered",
                 seen=f"{num_left - self.session.num_left} tokens more",
                 expected="one call at a time",
-                remedy="leave the session to the conversation; others can be opened beside it",
+                remedy="leave the session to the conversation; more can be opened",
             )
         _, _, ended_with = self._answered[-1]
         self.session.observe(answered[len(start) :].removeprefix(ended_with) + text[len(answered) :])

@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moerl.contract import seals
-from moerl.contract.demands import demand
 from moerl.contract.dump_columns import (
     ARRAYS,
     DERIVED,
@@ -44,6 +43,7 @@ from moerl.contract.files import atomic_file
 from moerl.contract.footers import Footer, measured_footer, read_footer
 from moerl.contract.parquet import most_bytes, opened, read_group
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require
 from moerl.contract.spans import ReadableSpan
 from moerl.contract.trajectory import (
     FinishReason,
@@ -149,7 +149,7 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        _demand_size(size, max_bytes, f"a file of {size} bytes")
+        _require_size(size, max_bytes, f"a file of {size} bytes")
         return file.read()
 
 
@@ -163,16 +163,16 @@ def _corrupt(where: object, seen: object) -> ContractError:
     )
 
 
-def _demand_size(num_bytes: int, max_bytes: int, seen: str) -> None:
+def _require_size(num_bytes: int, max_bytes: int, seen: str) -> None:
     remedy = "dump fewer trajectories into a file"
-    demand(num_bytes <= max_bytes, Reason.FILE_TOO_LARGE, "dump", seen, f"at most {max_bytes} bytes", remedy=remedy)
+    require(num_bytes <= max_bytes, Reason.FILE_TOO_LARGE, "dump", seen, f"at most {max_bytes} bytes", remedy=remedy)
 
 
 def _check_version(footer: Footer) -> None:
     version = footer.metadata.get(VERSION_KEY, b"none").decode(errors="replace")
     is_known, field = version == DISK_SCHEMA_VERSION, VERSION_KEY.decode()
     remedy = "read the dump with the moerl version that wrote it, or look at its columns with pandas"
-    demand(is_known, Reason.SCHEMA_VERSION_UNKNOWN, field, version, DISK_SCHEMA_VERSION, remedy=remedy)
+    require(is_known, Reason.SCHEMA_VERSION_UNKNOWN, field, version, DISK_SCHEMA_VERSION, remedy=remedy)
 
 
 def _check_sizes(footer: Footer, max_bytes: int) -> None:
@@ -187,7 +187,7 @@ def _check_sizes(footer: Footer, max_bytes: int) -> None:
             if column.num_values < group.num_rows:
                 raise _corrupt(column.path, f"{column.num_values} values in {group.num_rows} rows")
             decoded += max(column.uncompressed_bytes, _VALUE_BYTES[column.physical_type] * column.num_values)
-    _demand_size(decoded, max_bytes, f"{decoded} bytes decoded")
+    _require_size(decoded, max_bytes, f"{decoded} bytes decoded")
     if not footer.num_rows:  # `measured_footer` looked if row groups add up to it
         raise _corrupt("rows", "0 rows, 0 in row groups")
 
@@ -219,7 +219,7 @@ def _check_encodes(text: str) -> None:
 def _schema(trajectories: Sequence[Trajectory], for_people: tuple[str, ...]) -> pa.Schema:
     expert_dtypes = {trajectory.expert_ids.dtype for trajectory in trajectories}
     seen, expected, remedy = sorted(map(str, expert_dtypes)), "one dtype in a file", "write one file per model"
-    demand(len(expert_dtypes) == 1, Reason.SPEC_MISMATCH, "expert_ids", seen, expected, remedy=remedy)
+    require(len(expert_dtypes) == 1, Reason.SPEC_MISMATCH, "expert_ids", seen, expected, remedy=remedy)
     columns = [pa.field(name, dtype, nullable=False) for name, (dtype, _) in SCALARS.items()]
     columns += [pa.field(REWARD + name, pa.float64()) for name in _names(trajectories, "rewards")]
     columns += [pa.field(TIMING + name, pa.float64()) for name in _names(trajectories, "timings")]
@@ -298,7 +298,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     shape = (len(arrays["token_ids"]) - 1, spec.num_moe_layers, spec.experts_per_token)
     num_ids = len(arrays["expert_ids"])
     fits = num_ids == math.prod(shape) and min(shape) >= 0
-    demand(fits, Reason.WRONG_SHAPE, "expert_ids", f"{num_ids} ids", shape)
+    require(fits, Reason.WRONG_SHAPE, "expert_ids", f"{num_ids} ids", shape)
     kept = KeptSets(arrays.pop("kept_offsets"), arrays.pop("kept_ids"))
     trajectory = Trajectory(
         spec=spec,

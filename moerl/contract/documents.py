@@ -7,8 +7,8 @@ of a map must stand once. Types, and which fields there are, are then for msgspe
 
 from __future__ import annotations
 
-from moerl.contract.demands import MAX_TEXT_BYTES
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import MAX_TEXT_BYTES
 from moerl.errors import ContractError
 
 MAX_DEPTH = 8

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moerl.contract.demands import demand, shown
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require, shown
 from moerl.contract.trajectory import Trajectory
 
 DISK_SCHEMA_VERSION = "2"
@@ -104,10 +104,10 @@ def check_columns(schema: pa.Schema) -> None:
     names = schema.names
     listed = ", ".join(map(shown, names))
     for name in REQUIRED:
-        demand(name in names, Reason.MISSING_FIELD, name, listed, "a column")
+        require(name in names, Reason.MISSING_FIELD, name, listed, "a column")
     for name in names:
         wanted = types_of(name)
-        demand(wanted, Reason.UNKNOWN_FIELD, "columns", shown(name), "columns of a dump")
-        demand(names.count(name) == 1, Reason.DUPLICATE_FIELD, "columns", shown(name), "each column once")
+        require(wanted, Reason.UNKNOWN_FIELD, "columns", shown(name), "columns of a dump")
+        require(names.count(name) == 1, Reason.DUPLICATE_FIELD, "columns", shown(name), "each column once")
         kind = schema.field(name).type
-        demand(kind in wanted, Reason.WRONG_TYPE, name, kind, " or ".join(map(str, wanted)))
+        require(kind in wanted, Reason.WRONG_TYPE, name, kind, " or ".join(map(str, wanted)))

@@ -19,8 +19,8 @@ from enum import IntEnum
 
 import zstandard
 
-from moerl.contract.demands import demand
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require
 from moerl.errors import ContractError
 
 SCHEMA_VERSION = 1
@@ -86,11 +86,11 @@ def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIM
             `frame_kind_wrong`.
     """
     size, most = len(frame), limits.max_frame_bytes
-    demand(size <= most, Reason.FRAME_TOO_LARGE, "frame", size, f"at most {most} bytes")
-    demand(size >= HEADER_BYTES, Reason.FRAME_TRUNCATED, "frame", size, f"at least {HEADER_BYTES} bytes")
+    require(size <= most, Reason.FRAME_TOO_LARGE, "frame", size, f"at most {most} bytes")
+    require(size >= HEADER_BYTES, Reason.FRAME_TRUNCATED, "frame", size, f"at least {HEADER_BYTES} bytes")
     payload_bytes, body = _check_header(memoryview(frame), kind)
     most = limits.max_payload_bytes
-    demand(payload_bytes <= most, Reason.FRAME_TOO_LARGE, "payload_bytes", payload_bytes, f"at most {most} bytes")
+    require(payload_bytes <= most, Reason.FRAME_TOO_LARGE, "payload_bytes", payload_bytes, f"at most {most} bytes")
     return _decompress(body, payload_bytes)
 
 
@@ -110,15 +110,15 @@ def _crcs(frame: memoryview) -> tuple[int, int]:
 
 def _check_header(frame: memoryview, kind: FrameKind) -> tuple[int, memoryview]:
     magic, version, kind_seen, payload_bytes, body_bytes = _PREFIX.unpack_from(frame)
-    demand(magic == MAGIC, Reason.FRAME_CORRUPT, "magic", magic, MAGIC)
+    require(magic == MAGIC, Reason.FRAME_CORRUPT, "magic", magic, MAGIC)
     is_known, remedy = version == SCHEMA_VERSION, "run the same moerl version on both sides"
-    demand(is_known, Reason.SCHEMA_VERSION_UNKNOWN, "schema_version", version, SCHEMA_VERSION, remedy=remedy)
+    require(is_known, Reason.SCHEMA_VERSION_UNKNOWN, "schema_version", version, SCHEMA_VERSION, remedy=remedy)
     body = frame[HEADER_BYTES:]
     reason = Reason.FRAME_TRUNCATED if len(body) < body_bytes else Reason.FRAME_CORRUPT
-    demand(len(body) == body_bytes, reason, "body", len(body), f"{body_bytes} bytes")
+    require(len(body) == body_bytes, reason, "body", len(body), f"{body_bytes} bytes")
     crc_seen, crc = _crcs(frame)
-    demand(crc_seen == crc, Reason.FRAME_CORRUPT, "crc", f"{crc_seen:08x}", f"{crc:08x}")
-    demand(kind_seen == kind, Reason.FRAME_KIND_WRONG, "kind", kind_seen, f"{kind} ({kind.name})")
+    require(crc_seen == crc, Reason.FRAME_CORRUPT, "crc", f"{crc_seen:08x}", f"{crc:08x}")
+    require(kind_seen == kind, Reason.FRAME_KIND_WRONG, "kind", kind_seen, f"{kind} ({kind.name})")
     return payload_bytes, body
 
 
@@ -129,7 +129,7 @@ def _decompress(body: memoryview, payload_bytes: int) -> bytes:
         agrees = header.content_size == payload_bytes and header.has_checksum
         seen = f"content size {header.content_size}, checksum {header.has_checksum}"
         expected = f"content size {payload_bytes}, checksum True"
-        demand(agrees, Reason.FRAME_CORRUPT, "zstd header", seen, expected)
+        require(agrees, Reason.FRAME_CORRUPT, "zstd header", seen, expected)
         decompressor = zstandard.ZstdDecompressor()
         return decompressor.decompress(body, max_output_size=payload_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:

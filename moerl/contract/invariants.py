@@ -12,20 +12,6 @@ from typing import Any
 import numpy as np
 
 from moerl.contract.array_checks import check_expert_ids, check_kept_sets
-from moerl.contract.demands import (
-    INT32_MAX,
-    INT64_MAX,
-    MAX_NAMES,
-    demand,
-    demand_range,
-    demand_text,
-    demand_type,
-    is_finite,
-    is_int,
-    is_number,
-    refuse_where,
-    shown,
-)
 from moerl.contract.fields import (
     MAX_KEPT_IDS,
     FinishReason,
@@ -38,6 +24,20 @@ from moerl.contract.fields import (
     TurnKind,
 )
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import (
+    INT32_MAX,
+    INT64_MAX,
+    MAX_NAMES,
+    is_finite,
+    is_int,
+    is_number,
+    refuse_where,
+    require,
+    require_range,
+    require_text,
+    require_type,
+    shown,
+)
 from moerl.errors import ContractError
 
 _KINDS: tuple[tuple[str, type], ...] = (
@@ -73,8 +73,8 @@ def check_trajectory(trajectory: TrajectoryFields) -> None:
     _check_types(trajectory)
     _check_spec(trajectory.spec)
     _check_lineage(trajectory)
-    _demand_numbers(trajectory.rewards, "rewards")
-    _demand_numbers(trajectory.timings, "timings")
+    _require_numbers(trajectory.rewards, "rewards")
+    _require_numbers(trajectory.timings, "timings")
     _check_layout(trajectory)
     check_scores(trajectory.scores, len(trajectory))
     _check_tokens(trajectory)
@@ -91,8 +91,8 @@ def check_rewards(rewards: dict[str, float]) -> None:
     Raises:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long` or `value_not_finite`.
     """
-    demand_type(rewards, dict, "rewards")
-    _demand_numbers(rewards, "rewards")
+    require_type(rewards, dict, "rewards")
+    _require_numbers(rewards, "rewards")
 
 
 def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
@@ -102,12 +102,12 @@ def check_scores(scores: dict[str, Any], num_tokens: int) -> None:
         ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long`, `wrong_dtype`, `wrong_shape` or
             `value_not_finite`.
     """
-    demand_type(scores, dict, "scores")
-    _demand_few_names(scores, "scores")
+    require_type(scores, dict, "scores")
+    _require_few_names(scores, "scores")
     for name, score in scores.items():
-        demand_text(name, "scores name")
+        require_text(name, "scores name")
         field = f"scores[{name!r}]"
-        _demand_array(score, _FLOAT32, (num_tokens,), field)
+        _require_array(score, _FLOAT32, (num_tokens,), field)
         refuse_where(field, score, (~np.isfinite(score), Reason.VALUE_NOT_FINITE, "finite"))
 
 
@@ -124,76 +124,76 @@ def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
 
 def _check_types(trajectory: TrajectoryFields) -> None:
     for name, kind in _KINDS:
-        demand_type(getattr(trajectory, name), kind, name)
+        require_type(getattr(trajectory, name), kind, name)
     for index, turn in enumerate(trajectory.turns):
-        demand_type(turn, Turn, f"turns[{index}]")
-        demand_type(turn.kind, TurnKind, f"turns[{index}].kind")
+        require_type(turn, Turn, f"turns[{index}]")
+        require_type(turn.kind, TurnKind, f"turns[{index}].kind")
         if turn.sampling is not None:
-            demand_type(turn.sampling, SamplingParams, f"turns[{index}].sampling")
-    demand_range(trajectory.attempt, 0, INT32_MAX, "attempt")
-    demand_text(trajectory.engine_id, "engine_id")
+            require_type(turn.sampling, SamplingParams, f"turns[{index}].sampling")
+    require_range(trajectory.attempt, 0, INT32_MAX, "attempt")
+    require_text(trajectory.engine_id, "engine_id")
 
 
 def _check_spec(spec: ModelSpec) -> None:
     reason = Reason.SPEC_INVALID
-    demand_range(spec.num_moe_layers, 1, INT32_MAX, "spec.num_moe_layers", reason)
-    demand_range(spec.num_experts, 1, 65536, "spec.num_experts", reason)
-    demand_range(spec.experts_per_token, 1, spec.num_experts, "spec.experts_per_token", reason)
-    demand_range(spec.vocab_size, 1, INT32_MAX, "spec.vocab_size", reason)
-    demand_text(spec.fingerprint, "spec.fingerprint")
+    require_range(spec.num_moe_layers, 1, INT32_MAX, "spec.num_moe_layers", reason)
+    require_range(spec.num_experts, 1, 65536, "spec.num_experts", reason)
+    require_range(spec.experts_per_token, 1, spec.num_experts, "spec.experts_per_token", reason)
+    require_range(spec.vocab_size, 1, INT32_MAX, "spec.vocab_size", reason)
+    require_text(spec.fingerprint, "spec.fingerprint")
 
 
 def _check_lineage(trajectory: TrajectoryFields) -> None:
     lineage = trajectory.lineage
     for name in ("rollout_id", "prompt_id", "group_id"):
         value = getattr(lineage, name)
-        demand_text(value, f"lineage.{name}")
-        demand(value, Reason.LINEAGE_INCOMPLETE, f"lineage.{name}", "''", "a non-empty id")
+        require_text(value, f"lineage.{name}")
+        require(value, Reason.LINEAGE_INCOMPLETE, f"lineage.{name}", "''", "a non-empty id")
     for name in ("episode_id", "agent_id", "parent_rollout_id"):
-        demand_text(getattr(lineage, name), f"lineage.{name}")
-    demand_range(lineage.fork_at, -1, INT32_MAX, "lineage.fork_at")
+        require_text(getattr(lineage, name), f"lineage.{name}")
+    require_range(lineage.fork_at, -1, INT32_MAX, "lineage.fork_at")
     agree = (lineage.fork_at >= 0) == bool(lineage.parent_rollout_id)
     seen = f"fork_at={lineage.fork_at}, parent_rollout_id={lineage.parent_rollout_id!r}"
-    demand(agree, Reason.LINEAGE_INCOMPLETE, "lineage.fork_at", seen, "both for a fork, neither otherwise")
+    require(agree, Reason.LINEAGE_INCOMPLETE, "lineage.fork_at", seen, "both for a fork, neither otherwise")
 
 
-def _demand_few_names(values: dict[str, Any], group: str) -> None:
-    demand(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
+def _require_few_names(values: dict[str, Any], group: str) -> None:
+    require(len(values) <= MAX_NAMES, Reason.TOO_MANY_NAMES, group, f"{len(values)} names", f"at most {MAX_NAMES}")
 
 
-def _demand_numbers(values: dict[str, Any], group: str) -> None:
+def _require_numbers(values: dict[str, Any], group: str) -> None:
     """Refuses too many values, and those that are no finite numbers under names that travel."""
-    _demand_few_names(values, group)
+    _require_few_names(values, group)
     for name, value in values.items():
-        demand_text(name, f"{group} name")
+        require_text(name, f"{group} name")
         field = f"{group}[{name!r}]"
-        demand(is_number(value), Reason.WRONG_TYPE, field, type(value).__name__, "a number")
-        demand(is_finite(value), Reason.VALUE_NOT_FINITE, field, shown(value), "a finite number")
+        require(is_number(value), Reason.WRONG_TYPE, field, type(value).__name__, "a number")
+        require(is_finite(value), Reason.VALUE_NOT_FINITE, field, shown(value), "a finite number")
 
 
 def _check_layout(trajectory: TrajectoryFields) -> None:
     """Refuses arrays whose dtype or shape is not what the spec and the number of tokens say, before any content is
     read."""
     spec = trajectory.spec
-    _demand_array(trajectory.token_ids, _INT32, (None,), "token_ids")
+    _require_array(trajectory.token_ids, _INT32, (None,), "token_ids")
     num_tokens = len(trajectory.token_ids)
-    demand(num_tokens >= 2, Reason.TOO_SHORT, "token_ids", num_tokens, "a prompt token and a sampled token")
+    require(num_tokens >= 2, Reason.TOO_SHORT, "token_ids", num_tokens, "a prompt token and a sampled token")
     for name, dtype in _PER_TOKEN:
-        _demand_array(getattr(trajectory, name), dtype, (num_tokens,), name)
+        _require_array(getattr(trajectory, name), dtype, (num_tokens,), name)
     rows = num_tokens - 1
     routing_shape = (rows, spec.num_moe_layers, spec.experts_per_token)
-    _demand_array(trajectory.expert_ids, spec.expert_dtype, routing_shape, "expert_ids")
-    _demand_array(trajectory.routed, _BOOL, (rows,), "routed")
-    _demand_array(trajectory.kept.offsets, _INT64, (num_tokens + 1,), "kept.offsets")
-    _demand_array(trajectory.kept.ids, _INT32, (None,), "kept.ids")
+    _require_array(trajectory.expert_ids, spec.expert_dtype, routing_shape, "expert_ids")
+    _require_array(trajectory.routed, _BOOL, (rows,), "routed")
+    _require_array(trajectory.kept.offsets, _INT64, (num_tokens + 1,), "kept.offsets")
+    _require_array(trajectory.kept.ids, _INT32, (None,), "kept.ids")
 
 
-def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
+def _require_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
     """Refuses a value that is no array of this dtype and shape; `shape` may be (None,): one axis of any length."""
-    demand_type(value, np.ndarray, name)
-    demand(value.dtype == dtype, Reason.WRONG_DTYPE, name, value.dtype, dtype)
+    require_type(value, np.ndarray, name)
+    require(value.dtype == dtype, Reason.WRONG_DTYPE, name, value.dtype, dtype)
     agrees = value.shape == shape or (shape == (None,) and value.ndim == 1)
-    demand(agrees, Reason.WRONG_SHAPE, name, value.shape, shape)
+    require(agrees, Reason.WRONG_SHAPE, name, value.shape, shape)
 
 
 def _check_tokens(trajectory: TrajectoryFields) -> None:
@@ -201,8 +201,8 @@ def _check_tokens(trajectory: TrajectoryFields) -> None:
     vocab_size = trajectory.spec.vocab_size
     outside = (token_ids < 0) | (token_ids >= vocab_size)
     refuse_where("token_ids", token_ids, (outside, Reason.TOKEN_ID_OUT_OF_RANGE, f"in [0, {vocab_size})"))
-    demand(not sampled[0], Reason.FIRST_TOKEN_SAMPLED, "sampled", "sampled[0] is True", False)
-    demand(sampled.any(), Reason.NOTHING_SAMPLED, "sampled", 0, "at least one sampled token")
+    require(not sampled[0], Reason.FIRST_TOKEN_SAMPLED, "sampled", "sampled[0] is True", False)
+    require(sampled.any(), Reason.NOTHING_SAMPLED, "sampled", 0, "at least one sampled token")
     if not sampled[-1]:
         seen = f"the last sampled token is {int(np.flatnonzero(sampled)[-1])} of {len(sampled)}"
         expected = "nothing after the last sampled token"
@@ -226,7 +226,7 @@ def _check_turns(trajectory: TrajectoryFields) -> None:
         if turn.sampling is not None:
             _check_sampling(turn.sampling, f"{name}.sampling")
     seen, expected = f"end at {shown(position)}", f"end at {len(trajectory)}"
-    demand(position == len(trajectory), Reason.TURNS_DO_NOT_COVER, "turns", seen, expected)
+    require(position == len(trajectory), Reason.TURNS_DO_NOT_COVER, "turns", seen, expected)
     lengths = [turn.end - turn.start for turn in trajectory.turns]
     says_sampled = np.repeat([turn.kind is TurnKind.SAMPLED for turn in trajectory.turns], lengths)
     disagrees, expected = says_sampled != trajectory.sampled, "sampled turns for exactly the tokens with `sampled` True"
@@ -240,10 +240,10 @@ def _check_sampling(sampling: SamplingParams, name: str) -> None:
     for key, holds in bounds.items():
         value = getattr(sampling, key)
         inside = is_number(value) and is_finite(value) and holds(value)
-        demand(inside, reason, f"{name}.{key}", shown(value), expected)
+        require(inside, reason, f"{name}.{key}", shown(value), expected)
     if sampling.top_k is not None:
-        demand_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
-    demand_range(sampling.seed, -INT64_MAX - 1, INT64_MAX, f"{name}.seed", reason)
+        require_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
+    require_range(sampling.seed, -INT64_MAX - 1, INT64_MAX, f"{name}.seed", reason)
 
 
 def _check_logprobs(trajectory: TrajectoryFields) -> None:

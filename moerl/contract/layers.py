@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.contract.demands import demand
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require
 from moerl.errors import EngineError
 
 
@@ -37,7 +37,7 @@ class LayerSelection:
             return record
         agrees = expert_ids.shape[1] == self.num_reported
         expected = f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}"
-        demand(agrees, Reason.WRONG_SHAPE, "expert_ids", expert_ids.shape, expected)
+        require(agrees, Reason.WRONG_SHAPE, "expert_ids", expert_ids.shape, expected)
         if self.columns == tuple(range(self.num_reported)):
             return record
         return replace(record, values={**record.values, "expert_ids": expert_ids[:, list(self.columns)]})

@@ -153,7 +153,7 @@ class WeightSink(Protocol):
 
     def begin_update(self, update: WeightUpdate) -> None:
         """Opens an update, and forgets one that was never ended. An engine that does not hold the tensors which the
-        update's kind demands raises `WeightSyncError`, here or at the first of the calls below."""
+        update's kind requires raises `WeightSyncError`, here or at the first of the calls below."""
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Takes in one bucket. The sender overwrites its tensors after the call returns. Raises `WeightSyncError` for a
@@ -168,11 +168,11 @@ class WeightSink(Protocol):
         update."""
 
 
-Taken = Callable[[Exception | None], None]
+UpdateDone = Callable[[Exception | None], None]
 """Callback: called with None when an engine holds an update, checked if that was asked for; else with an error."""
 
 
-def not_taken(seconds: float) -> WeightSyncError:
+def update_overdue(seconds: float) -> WeightSyncError:
     """Returns the error of an update that an engine did not put into use, and about which it sent nothing for so many
     seconds."""
     return WeightSyncError(

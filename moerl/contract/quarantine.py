@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from moerl.contract.demands import demand, demand_type, shown
 from moerl.contract.files import write_folder, writing
 from moerl.contract.invariants import check_versions
 from moerl.contract.plain import from_plain, safe_repr, to_plain
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require, require_type, shown
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.contract.wire import check_spec_agrees
 from moerl.errors import ContractError
@@ -211,7 +211,7 @@ class Quarantine:
         if record.rollout_id in self._admitted:
             raise _duplicate(record.rollout_id)
         is_expected, wanted = record.rollout_id in self._expected, "the id of a rollout that was requested"
-        demand(is_expected, Reason.ROLLOUT_UNREQUESTED, "rollout_id", shown(record.rollout_id), wanted)
+        require(is_expected, Reason.ROLLOUT_UNREQUESTED, "rollout_id", shown(record.rollout_id), wanted)
         return self._checked(record, trainer_version)
 
     def read(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory:
@@ -275,7 +275,7 @@ class Quarantine:
 
 def _check_form(record: RolloutRecord) -> None:
     """Refuses names of fields that a trajectory does not have or that are missing, and another rollout's lineage."""
-    demand_type(record.values, dict, "values")
+    require_type(record.values, dict, "values")
     for name in record.values:
         if type(name) is not str or name not in _FIELDS:
             raise ContractError(Reason.UNKNOWN_FIELD, field="values", seen=shown(name), expected=list(_FIELDS))
@@ -283,10 +283,10 @@ def _check_form(record: RolloutRecord) -> None:
         if name not in record.values:
             raise ContractError(Reason.MISSING_FIELD, field=name, seen=sorted(record.values), expected=list(_REQUIRED))
     rollout_id, lineage = record.rollout_id, record.values["lineage"]
-    demand_type(rollout_id, str, "rollout_id")
+    require_type(rollout_id, str, "rollout_id")
     seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
     agrees = type(seen) is str and seen == rollout_id
-    demand(agrees, Reason.ROLLOUT_ID_DISAGREES, "lineage.rollout_id", shown(seen), shown(rollout_id))
+    require(agrees, Reason.ROLLOUT_ID_DISAGREES, "lineage.rollout_id", shown(seen), shown(rollout_id))
 
 
 def _refusal(error: ContractError) -> Refusal:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine, UpdateDone
 from moerl.contract.trajectory import ModelSpec
 
 WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
@@ -210,11 +210,11 @@ class Trainer(Protocol):
             stage: copy the state for a `save` before the next update now, while the weights are on the devices.
         """
 
-    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+    def publish(self, version: int, *, verify: bool, done: UpdateDone) -> Callable[[], dict[str, float]]:
         """Begins to bring the weights to the engine.
 
         Args:
-            taken: called from any thread once the engine holds the weights, or with the error if it does not get them;
+            done: called from any thread once the engine holds the weights, or with the error if it does not get them;
                 the ranks may be in their next step by then. The next `publish` has to wait for that call.
 
         Returns:

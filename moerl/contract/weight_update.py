@@ -3,7 +3,7 @@ process.
 
 Every receiver of an update, from the engine to a file's reader, gets the value at the begin, and compares with it what
 arrives: each tensor that the update lists once, and no other. An engine calls `check_update`, too, which says if it can
-take such a list. A new kind is a value of `UpdateKind`, a function and its line in `DEMANDS`.
+take such a list. A new kind is a value of `UpdateKind`, a function and its line in `REQUIREMENTS`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def first_few(problems: Collection[str]) -> str:
 
 
 def check_update(update: WeightUpdate, held: Shapes, tied: Mapping[str, str]) -> None:
-    """Compares the list of an update with the tensors of an engine, as the update's kind demands.
+    """Compares the list of an update with the tensors of an engine, as the update's kind requires.
 
     Args:
         held: shape of every tensor that the engine holds, by checkpoint name.
@@ -137,7 +137,7 @@ def check_update(update: WeightUpdate, held: Shapes, tied: Mapping[str, str]) ->
     Raises:
         WeightSyncError: the engine cannot take such an update.
     """
-    problems = sorted(DEMANDS[update.kind](update.tensors, held, tied))
+    problems = sorted(REQUIREMENTS[update.kind](update.tensors, held, tied))
     if problems:
         raise WeightSyncError(
             f"weight update to version {update.version}, kind {update.kind.value}: not for the tensors of this engine",
@@ -159,5 +159,7 @@ def _full(listed: Shapes, held: Shapes, tied: Mapping[str, str]) -> Iterator[str
             yield f"{name!r} has shape {shape}, not {expected}"
 
 
-DEMANDS: Mapping[UpdateKind, Callable[[Shapes, Shapes, Mapping[str, str]], Iterator[str]]] = {UpdateKind.FULL: _full}
+REQUIREMENTS: Mapping[UpdateKind, Callable[[Shapes, Shapes, Mapping[str, str]], Iterator[str]]] = {
+    UpdateKind.FULL: _full
+}
 """Function of each kind, with the arguments of `check_update`: yields the problems of a list."""

@@ -22,7 +22,6 @@ from msgspec.structs import asdict
 
 from moerl.contract.array_codec import (
     array_bytes,
-    demand_length,
     expert_planes,
     pack_flags,
     pack_kept_ids,
@@ -32,12 +31,13 @@ from moerl.contract.array_codec import (
     read_flags,
     read_kept_ids,
     read_runs,
+    require_length,
 )
-from moerl.contract.demands import demand
 from moerl.contract.documents import check_document
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require
 from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
@@ -182,7 +182,7 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     """
     spec = trajectories[0].spec if trajectories else None
     for trajectory in trajectories:
-        demand(trajectory.spec == spec, Reason.SPEC_MISMATCH, "spec", trajectory.spec, spec)
+        require(trajectory.spec == spec, Reason.SPEC_MISMATCH, "spec", trajectory.spec, spec)
     message = TrajectoriesMessage(
         spec=SpecMessage(**dataclasses.asdict(spec)) if spec else None,
         trajectories=[_message(trajectory) for trajectory in trajectories],
@@ -230,7 +230,7 @@ def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAUL
         rest = rest[values["expert_ids"].nbytes :]
         version = int(values["policy_versions"].max())
         records.append(RolloutRecord(item.lineage.rollout_id, item.engine_id, version, values))
-    demand_length(rest, 0, "expert_ids beyond the last trajectory")
+    require_length(rest, 0, "expert_ids beyond the last trajectory")
     return records
 
 
@@ -246,7 +246,7 @@ def open_sealed[Message](
     start = _DOCUMENT_BYTES.size
     end = start + (_DOCUMENT_BYTES.unpack_from(view)[0] if len(view) >= start else len(view))
     is_there = end <= len(view)
-    demand(is_there, Reason.MESSAGE_MALFORMED, "payload", f"{len(view)} bytes", f"{end} bytes or more")
+    require(is_there, Reason.MESSAGE_MALFORMED, "payload", f"{len(view)} bytes", f"{end} bytes or more")
     check_document(view[start:end], limits.max_values)
     try:
         return decoder.decode(view[start:end]), view[end:]
@@ -260,9 +260,9 @@ def check_spec_agrees(seen: ModelSpec, expected: ModelSpec) -> None:
     """Raises `spec_mismatch` or `fingerprint_mismatch` if two sides do not have the same model."""
     remedy = "serve the model that is trained; both sides derive the spec from the model's config and tokenizer"
     has_sizes = dataclasses.replace(seen, fingerprint=expected.fingerprint) == expected
-    demand(has_sizes, Reason.SPEC_MISMATCH, "spec", seen, expected, remedy=remedy)
+    require(has_sizes, Reason.SPEC_MISMATCH, "spec", seen, expected, remedy=remedy)
     prints = repr(seen.fingerprint), repr(expected.fingerprint)
-    demand(prints[0] == prints[1], Reason.FINGERPRINT_MISMATCH, "spec.fingerprint", *prints, remedy=remedy)
+    require(prints[0] == prints[1], Reason.FINGERPRINT_MISMATCH, "spec.fingerprint", *prints, remedy=remedy)
 
 
 def _message(trajectory: Trajectory) -> TrajectoryMessage:
@@ -314,9 +314,9 @@ def _values(message: TrajectoryMessage, expert_bytes: memoryview, spec: ModelSpe
         ContractError: `array_length_wrong`, `turns_do_not_cover` (more turns than tokens) or `too_short`.
     """
     num_tokens, num_turns = message.num_tokens, len(message.turns)
-    demand(num_tokens >= 2, Reason.TOO_SHORT, "num_tokens", num_tokens, "at least 2")
+    require(num_tokens >= 2, Reason.TOO_SHORT, "num_tokens", num_tokens, "at least 2")
     few, most = num_turns <= num_tokens, f"at most {num_tokens}, one for each token"
-    demand(few, Reason.TURNS_DO_NOT_COVER, "turns", f"{num_turns} turns", most)
+    require(few, Reason.TURNS_DO_NOT_COVER, "turns", f"{num_turns} turns", most)
     # First of all: its length proves `num_tokens`, on which everything below spends memory.
     token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
     sizes = read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes")

@@ -193,7 +193,7 @@ class ChatDoor:
         """Returns an answer, and the ids before it."""
         conversation, session = branch.conversation, branch.session
         if len(session.token_ids) != branch.num_tokens:
-            raise used_beside(len(session.token_ids), branch.num_tokens)
+            raise used_without_door(len(session.token_ids), branch.num_tokens)
         new = request.messages[len(branch.shown) :]
         if new:
             await conversation.observe(*(each.plain() for each in new))
@@ -253,13 +253,13 @@ def _before(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text[:at], ended_by
 
 
-def used_beside(seen: int, expected: int) -> EpisodeError:
+def used_without_door(seen: int, expected: int) -> EpisodeError:
     """Returns the error for a session with other tokens than its door has seen."""
     return EpisodeError(
-        "episode: a session was used beside its door",
+        "episode: a session was used without its door",
         seen=f"{seen} tokens",
         expected=f"{expected}, those of its messages",
-        remedy="serve a session before its first turn, once, and leave it to the agent; others can be opened beside it",
+        remedy="serve a session before its first turn, once, and leave it to the agent; more can be opened",
     )
 
 

@@ -16,7 +16,7 @@ from moerl.contract.conversation import Conversation
 from moerl.contract.episodes import AgentEndpoint
 from moerl.contract.ports import Prompt
 from moerl.episodes import messages_door, responses_door
-from moerl.episodes.chat_door import ChatDoor, used_beside
+from moerl.episodes.chat_door import ChatDoor, used_without_door
 from moerl.episodes.session import TokenSession
 from moerl.episodes.token_door import TokenDoor
 from moerl.errors import MoerlError, SessionOverError
@@ -29,7 +29,7 @@ async def open_door(
 ) -> AsyncIterator[AgentEndpoint]:
     """Opens a door to a session as long as the context lasts; arguments and errors are those of `Session.serve`."""
     if session.token_ids != list(session.request.prompt_ids):
-        raise used_beside(len(session.token_ids), len(session.request.prompt_ids))
+        raise used_without_door(len(session.token_ids), len(session.request.prompt_ids))
     chat = None if prompt.chat is None else ChatDoor(session, Conversation.of(prompt, session), ignored)
     tokens = TokenDoor(session, ignored)
 

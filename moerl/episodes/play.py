@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from moerl.config.rollouts import EpisodeConfig
-from moerl.contract.demands import shown
 from moerl.contract.episodes import Session
 from moerl.contract.ports import RolloutRecord, RolloutRequest, RolloutStream
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import shown
 from moerl.contract.trajectory import Trajectory
 from moerl.episodes.door import open_door
 from moerl.episodes.join import check_answer

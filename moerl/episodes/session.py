@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from moerl.contract.demands import is_finite, is_number, shown
 from moerl.contract.episodes import AgentEndpoint, Message, SampledTurn, in_thread
 from moerl.contract.ports import Prompt, RolloutRequest
+from moerl.contract.requirements import is_finite, is_number, shown
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import TURN_REWARDS, FinishReason, Lineage, Trajectory
 from moerl.episodes.join import TurnPiece, join

@@ -169,8 +169,8 @@ def _check_one_after_another(run_dir: Path, rollout: RolloutConfig, rl: RLConfig
         raise _unfit(run_dir, f"buffer.max_staleness {buffer.max_staleness}", "0: parts that do not overlap")
     if rl.prompts_per_step * rl.group_size > at_once:
         raise _unfit(run_dir, f"rollout.max_running {rollout.max_running}", "room for all responses of a step")
-    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
-        raise _unfit(run_dir, "rollout.placement beside", "inside: what one core does alone")
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "process":
+        raise _unfit(run_dir, "rollout.placement process", "controller: what one core does alone")
 
 
 def _unfit(run_dir: Path, seen: str, expected: str) -> ConfigError:

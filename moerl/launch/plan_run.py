@@ -37,7 +37,7 @@ DECODE_EFFICIENCY = 0.6
 
 STALENESS = (1, 2, 4, 8)
 """Values of `buffer.max_staleness` besides 0 that a plan compares."""
-_COLOCATED = "\ncolocated servers sleep while the trainer works: more staleness needs rollout.placement=apart"
+_COLOCATED = "\ncolocated servers sleep while the trainer works: more staleness needs rollout.placement=disaggregated"
 _LEGEND = (
     "S, W, N: buffer.max_staleness, buffer.window or when_stale=drop, weights.every. gain: tokens a second over those"
     " without staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost:"

@@ -73,7 +73,7 @@ class PlannedUpdate:
         console.print(
             f"{self.seconds:.2f} s at {bandwidths.gather / GB:g} GB/s into a sender and"
             f" {bandwidths.engine / GB:g} GB/s to engines; {slowest.send_seconds:.2f} s of sending,"
-            f" {slowest.gather_seconds:.2f} s of gathering beside it"
+            f" {slowest.gather_seconds:.2f} s of gathering at the same time"
         )
         if num_servers:
             console.print(

@@ -62,8 +62,8 @@ def run_report(options: argparse.Namespace) -> int:
         with writing(output):
             verdict = write_comparison([*zip(_names(sources), reports, strict=True)], output)
     else:
-        beside = sources[0].with_suffix(".html") if sources[0].is_file() else sources[0] / PAGE_FILE
-        output, verdict = page_path(options.output or beside), reports[0].verdict
+        default = sources[0].with_suffix(".html") if sources[0].is_file() else sources[0] / PAGE_FILE
+        output, verdict = page_path(options.output or default), reports[0].verdict
         with writing(output):
             write_report(reports[0], output)
     return _say(verdict, output)

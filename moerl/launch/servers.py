@@ -46,5 +46,5 @@ def refuse_ended(endpoint: Endpoint) -> None:
             f"the SGLang server at {endpoint.url} has ended",
             seen=f"no process {endpoint.pid}, no answer",
             expected="a server that runs",
-            remedy="start it again with `moerl serve`; its log is beside the server file",
+            remedy="start it again with `moerl serve`; its log is next to the server file",
         )

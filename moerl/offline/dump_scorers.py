@@ -17,7 +17,7 @@ from moerl.diagnostics.scoring import RolloutScorer
 from moerl.machine.memory import host_bytes, total_parameters
 from moerl.machine.scoring_memory import plan_scoring
 from moerl.models.description import ModelDescription
-from moerl.offline.rescoring import HeldModels, TransformersScorer
+from moerl.offline.rescoring import LoadedModels, TransformersScorer
 from moerl.offline.trainer_scorer import TrainerScorer, lone_trainer
 from moerl.telemetry.progress import ProgressDisplay
 from moerl.trainer import platform
@@ -75,20 +75,20 @@ class Models:
         )
         progress.note(plan.text(dtype))
         rest = torch.device("cpu") if plan.is_streamed else device
-        self._held = HeldModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
+        self._models = LoadedModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
 
     def _of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
         """Makes a scorer of a checkpoint in this arithmetic. number: index in the checkpoints."""
         checkpoint, model = self._checkpoints[number]
-        return TransformersScorer(self._held, model, dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
+        return TransformersScorer(self._models, model, dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
 
     def finer(self) -> TransformersScorer:
         """Makes a scorer of the first checkpoint in an arithmetic of twice as many bits."""
-        return self._of(0, _FINER[self._held.dtype])
+        return self._of(0, _FINER[self._models.dtype])
 
     def half(self) -> TransformersScorer | None:
         """Makes a scorer of the first checkpoint in 16 bits; returns None if weights have no more."""
-        return self._of(0, torch.bfloat16) if self._held.dtype is torch.float32 else None
+        return self._of(0, torch.bfloat16) if self._models.dtype is torch.float32 else None
 
     @contextlib.contextmanager
     def scorers(self) -> Iterator[list[RolloutScorer]]:

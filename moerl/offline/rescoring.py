@@ -33,7 +33,7 @@ _Chunk = tuple[NDArray[np.float64], ...]
 
 
 @dataclass(slots=True, eq=False)
-class HeldModels:
+class LoadedModels:
     """Models of checkpoints, of which those that were used last are in memory."""
 
     dtype: torch.dtype
@@ -44,9 +44,9 @@ class HeldModels:
     """Device that computes."""
     most: int = 1
     """Models in memory at once, at most."""
-    told: Callable[[int, int, int], None] = lambda done, total, tokens: None
+    progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
     """Callback before the first and after each pass of a call: rollouts scored, rollouts in all, and tokens scored."""
-    _held: dict[Path, tuple[Any, EnforcedRouting]] = field(default_factory=dict)
+    _models: dict[Path, tuple[Any, EnforcedRouting]] = field(default_factory=dict)
 
     def of(self, description: ModelDescription) -> tuple[Any, EnforcedRouting]:
         """Returns the model of this directory, and the hooks that enforce its routing. Loads it if it is not in memory,
@@ -56,16 +56,16 @@ class HeldModels:
             EngineError: the model's routers are unknown or do not match the spec.
         """
         assert description.folder is not None
-        held = self._held.pop(description.folder, None)
+        held = self._models.pop(description.folder, None)
         if held is None:
-            while len(self._held) >= self.most:
-                self._held.pop(next(iter(self._held)))
+            while len(self._models) >= self.most:
+                self._models.pop(next(iter(self._models)))
                 gc.collect()  # hooks and their model refer to each other
             loaded = load_model(description.folder, dtype=self.dtype, attn_implementation="sdpa")
             loaded.set_experts_implementation("eager")
             model = loaded.to(self.rest).eval()
             held = model, EnforcedRouting(model, description.spec)
-        self._held[description.folder] = held
+        self._models[description.folder] = held
         return held
 
 
@@ -73,7 +73,7 @@ class TransformersScorer:
     """`moerl.diagnostics.scoring.RolloutScorer` on a transformers model.
 
     Args:
-        held: loads the model, and keeps it for other scorers.
+        models: loads the model, and keeps it for other scorers.
         model: description of a Hugging Face directory.
         dtype: dtype of the arithmetic; weights of another dtype are converted layer by layer. Log-probs are computed in
             float64 from its logits.
@@ -83,9 +83,9 @@ class TransformersScorer:
     offers_top_ps = True
 
     def __init__(
-        self, held: HeldModels, model: ModelDescription, *, dtype: torch.dtype, name: str, version: int | None
+        self, models: LoadedModels, model: ModelDescription, *, dtype: torch.dtype, name: str, version: int | None
     ) -> None:
-        self._held, self._description, self._dtype, self._device = held, model, dtype, held.device
+        self._models, self._description, self._dtype, self._device = models, model, dtype, models.device
         self.name, self.version, self.spec = name, version, model.spec
 
     @torch.inference_mode()
@@ -97,16 +97,16 @@ class TransformersScorer:
         """
         scored: dict[int, Scored] = {}
         tokens = 0
-        self._held.told(0, len(rollouts), tokens)
-        model, routing = self._held.of(self._description)
-        lends = (self._dtype, self._device) != (self._held.dtype, self._held.rest)
+        self._models.progress(0, len(rollouts), tokens)
+        model, routing = self._models.of(self._description)
+        lends = (self._dtype, self._device) != (self._models.dtype, self._models.rest)
         # The model, in this scorer's arithmetic and on its device.
         with lent_weights(model, dtype=self._dtype, device=self._device) if lends else contextlib.nullcontext():
             for indices in _passes(rollouts):
                 together = [rollouts[i] for i in indices]
                 scored |= zip(indices, self._pass(model, routing, together, question), strict=True)
                 tokens += sum(map(len, together))
-                self._held.told(len(scored), len(rollouts), tokens)
+                self._models.progress(len(scored), len(rollouts), tokens)
         return [scored[i] for i in range(len(rollouts))]
 
     def _pass(

@@ -101,7 +101,7 @@ def _check_parts(file: Path) -> None:
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or large > _MAX_PICKLE_BYTES:
         raise ConfigError(
             f"DUMP: {file} is compressed, or too large",
-            seen=f"{large} bytes of values beside tensors",
+            seen=f"{large} bytes of values that are no tensors",
             expected=f"an archive as torch.save writes it, with at most {_MAX_PICKLE_BYTES} bytes of values",
             remedy="dump fewer rollouts into a file",
         )

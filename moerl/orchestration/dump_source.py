@@ -15,7 +15,7 @@ from moerl.buffer.flow import age_metrics
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import age
-from moerl.contract.ports import RolloutRecord, Taken
+from moerl.contract.ports import RolloutRecord, UpdateDone
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.dumps import own
@@ -239,7 +239,7 @@ class DumpSource:
     def upcoming(self, version: int) -> None:
         """Returns None: nothing is read ahead."""
 
-    def expect(self) -> Taken:
+    def expect_update(self) -> UpdateDone:
         raise AssertionError("a run from dumps publishes no weights")
 
     def sent(self) -> None:

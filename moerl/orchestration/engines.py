@@ -21,8 +21,8 @@ from moerl.models.description import ModelDescription
 from moerl.orchestration.dump_source import DumpSource, TrainableDump
 from moerl.orchestration.rollouts import sampling_params
 from moerl.orchestration.source import GroupPlan
-from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
-from moerl.rollout.beside.messages import StartEngine
+from moerl.rollout.engine_process.local import EngineProcess, LocalProcess, dismiss
+from moerl.rollout.engine_process.messages import StartEngine
 from moerl.rollout.fleet.backend import ServedRun, ServerLauncher
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.sglang.launchers import OwnServer
@@ -33,11 +33,11 @@ MakeProcess = Callable[[Path], EngineProcess]
 
 @contextmanager
 def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess]:
-    """Yields a `process` for `open_engine`. The process of an embedded engine with `placement` beside is started at
+    """Yields a `process` for `open_engine`. The process of an embedded engine with `placement` process is started at
     once, but not on Ray: it imports its libraries while the caller does something else. It is ended with the context if
     no engine used it."""
     rollout = config.rollout
-    if not isinstance(rollout, EmbeddedRolloutConfig) or rollout.placement != "beside" or config.launch.on == "ray":
+    if not isinstance(rollout, EmbeddedRolloutConfig) or rollout.placement != "process" or config.launch.on == "ray":
         yield process
         return
     waiting = [process(_log(config))]
@@ -64,7 +64,7 @@ def open_engine(
         version: policy version of its weights; -1 if the engine must wait for a first update.
         say: called with lines for the user about a server, or about an engine on a GPU.
         launcher: makes the launcher of one of the run's own servers; on this machine by default.
-        process: starts the process of an embedded engine with `placement` beside, by its log; on this machine by
+        process: starts the process of an embedded engine with `placement` process, by its log; on this machine by
             default.
 
     Raises:
@@ -107,9 +107,9 @@ def _embedded(
     say: Callable[[str], None],
     process: MakeProcess,
 ) -> PolicyEngine:
-    from moerl.rollout.factory import embedded_engine, engine_beside
+    from moerl.rollout.factory import embedded_engine, engine_in_process
 
-    if rollout.placement == "inside":
+    if rollout.placement == "controller":
         engine = embedded_engine(
             model,
             dtype=rollout.dtype,
@@ -127,7 +127,7 @@ def _embedded(
             version=version,
             on_device=device_options(rollout),
         )
-        engine = engine_beside(start, process(_log(config)))
+        engine = engine_in_process(start, process(_log(config)))
     if engine.is_on_device:
         say(engine.description)
     return engine

@@ -19,7 +19,7 @@ from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.buffer.turns import KeptTurn, KeptTurns
-from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
+from moerl.contract.ports import Prompt, RolloutRequest, UpdateDone, update_overdue
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.outcome import NO_ANSWER, RolloutOutcome, finished_group
@@ -141,18 +141,18 @@ class GroupSource:
             self.version += 1
             self.ledger.check()
 
-    def expect(self) -> Taken:
+    def expect_update(self) -> UpdateDone:
         """Returns a callback. Call it, from any thread, when the engines have the new weights; it frees the slots of
         the batches that those weights were trained on."""
         self._awaits_engines = True
-        return self._taken
+        return self._update_done
 
     def sent(self) -> None:
         """Notes that the trainer has sent the weights. Waits for the engines: the next groups need these weights."""
         self.settle()
 
     def settle(self) -> None:
-        """Waits until the callback of `expect`, if one is due, is called. Raises the first error of a thread."""
+        """Waits until the callback of `expect_update`, if one is due, is called. Raises the first error of a thread."""
         with self._state:
             while self._awaits_engines and self._error is None:
                 self._wait()
@@ -164,9 +164,9 @@ class GroupSource:
         while an engine has to take weights."""
         seconds = self._plan.update_seconds if self._awaits_engines else None
         if not self._state.wait(seconds):
-            raise not_taken(self._plan.update_seconds)
+            raise update_overdue(self._plan.update_seconds)
 
-    def _taken(self, problem: Exception | None) -> None:
+    def _update_done(self, problem: Exception | None) -> None:
         try:
             if problem is not None:
                 raise problem

@@ -24,10 +24,10 @@ class AheadGroupSource(GroupSource):
 
     def _begin(self, numbers: Sequence[int]) -> bool:
         name = f"groups-{numbers[0]}"
-        threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
+        threading.Thread(target=self._collect_in_thread, args=(numbers,), name=name, daemon=True).start()
         return False
 
-    def _collect_beside(self, numbers: Sequence[int]) -> None:
+    def _collect_in_thread(self, numbers: Sequence[int]) -> None:
         try:
             self._collect(numbers, unwatched)
         except BaseException as error:  # noqa: BLE001 - the thread boundary: the loop raises it

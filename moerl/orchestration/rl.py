@@ -266,7 +266,7 @@ class RLStage:
                 # The state is copied now: later servers fill the devices, and the weights are not on them.
                 is_due = self._num_published > 1 and self.run.is_checkpoint_due(version, self.config.rl.steps)
                 self.trainer.give_back(stage=self.config.trainer.sleep and is_due)
-            finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
+            finish = self.trainer.publish(version, verify=verify, done=self.groups.expect_update())
         yield
         with self.run.span("weights"):
             self._published = finish()

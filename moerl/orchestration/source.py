@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from moerl.buffer.queue import QueueLimits
 from moerl.config.schema import RLConfig
-from moerl.contract.ports import PolicyEngine, Prompt, RolloutRequest, Taken
+from moerl.contract.ports import PolicyEngine, Prompt, RolloutRequest, UpdateDone
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.selection import filtered_for, select
@@ -47,7 +47,7 @@ class Source(Protocol):
     def trained(self) -> None:
         """Notes that the batch was trained."""
 
-    def expect(self) -> Taken:
+    def expect_update(self) -> UpdateDone:
         """Notes that weights are on their way to the engine; returns a callback to call when the engine has them."""
         ...
 

@@ -83,7 +83,7 @@ class LoopThread:
 
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Runs code that blocks, in a thread of its own; returns its result or raises its error. Unlike with
-    `asyncio.to_thread`, a call that hangs takes the place of no other; for the end of the process see `run_beside`."""
+    `asyncio.to_thread`, a call that hangs takes the place of no other; `run_in_daemon` says how the process ends."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 
@@ -94,11 +94,11 @@ async def in_thread[T](call: Callable[[], T]) -> T:
             ends_more = isinstance(error, (CancelledError, StopIteration)) or not isinstance(error, Exception)
             result.set_exception(RuntimeError(repr(error)) if ends_more else error)
 
-    run_beside(run)
+    run_in_daemon(run)
     return await asyncio.wrap_future(result)
 
 
-def run_beside(work: Callable[[], object]) -> None:
+def run_in_daemon(work: Callable[[], object]) -> None:
     """Runs code that may hang, in a daemon thread. The process waits for it at its end, for 5 s: a thread that comes
     back from C++ to an interpreter that has ended aborts the process, whatever its exit status was to be."""
     threading.Thread(target=work, name=_NAME, daemon=True).start()

@@ -13,7 +13,7 @@ from moerl.config.ranks import RankConfig
 from moerl.contract import commands
 from moerl.contract.commands import AnyCommand
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine, UpdateDone
 from moerl.contract.trainer import DeviceUse, PassReport, Stage, Traced, sum_reports
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ending
@@ -75,9 +75,9 @@ class TrainerGroup:
     def give_back(self, *, stage: bool) -> None:
         self._ranks.ask(commands.GiveBack(stage))
 
-    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+    def publish(self, version: int, *, verify: bool, done: UpdateDone) -> Callable[[], dict[str, float]]:
         assert self._updates is not None, "a stage without an engine"
-        return self._updates.publish(version, verify=verify, taken=taken)
+        return self._updates.publish(version, verify=verify, done=done)
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
         self._ranks.ask(commands.Save(name, state, list(corrupt)))

@@ -16,7 +16,7 @@ from moerl.ranks.group import TrainerGroup
 from moerl.ranks.in_process import InProcess
 from moerl.ranks.port import Ranks
 from moerl.ranks.processes import Processes
-from moerl.rollout.beside.local import EngineProcess, LocalProcess
+from moerl.rollout.engine_process.local import EngineProcess, LocalProcess
 from moerl.rollout.fleet.backend import ServerLauncher
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions

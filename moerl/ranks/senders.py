@@ -1,8 +1,8 @@
 """Ranks as the senders of an engine's servers, and commands to ranks from more than one thread of the controller.
 
     main thread             the loop's commands, one after the other
-    threads of the engine   `Hold` and `Resend`: at the end of an update, for a server that comes late, after an update
-                            that was given up
+    threads of the engine   `KeepWeights` and `Resend`: at the end of an update, for a server that comes late, after
+                            an update that was given up
 
 A thread waits until the other's command has ended. No thread of the engine does so during `Publish`: then the engine's
 update is open, and no other thread may ask its senders for anything.
@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from moerl.contract.commands import AnyCommand, Hold, Reply, Resend, Target
+from moerl.contract.commands import AnyCommand, KeepWeights, Reply, Resend, Target
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import MoerlError, WeightSyncError, undoing
@@ -117,11 +117,11 @@ class RankSenders:
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         self.targets, self._parts = tuple(targets), []
 
-    async def take(self, version: int) -> Sequence[Part]:
+    async def close_set(self, version: int) -> Sequence[Part]:
         return self._parts
 
-    async def hold(self, version: int) -> None:
-        await asyncio.to_thread(self._ranks.ask_aside, Hold(version))
+    async def keep(self, version: int) -> None:
+        await asyncio.to_thread(self._ranks.ask_aside, KeepWeights(version))
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
         return _parts(await asyncio.to_thread(self._ranks.ask_aside, Resend(version, tuple(targets))))

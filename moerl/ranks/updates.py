@@ -19,12 +19,12 @@ from pathlib import Path
 from moerl.config.placement import controller_address
 from moerl.config.ranks import RankConfig
 from moerl.contract.commands import Publish, ReceiverAddress, Reply
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine, UpdateDone
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import undoing
 from moerl.ranks.senders import RankSenders, RanksInTurn
 from moerl.ranks.weights import FOLDER
-from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.engine_process.engine import ProcessEngine
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.pushed import BucketReceiver
 from moerl.weights.bucket_sender import SinkThread
@@ -55,13 +55,13 @@ class LedUpdates:
         self.receiver: ReceiverAddress | None = None
         self.tensors: Mapping[str, tuple[int, ...]] = {}
         # While ranks in other processes train, such an engine can take the sent version into use.
-        self._ends_later = isinstance(engine, BesideEngine) and not is_here
+        self._ends_later = isinstance(engine, ProcessEngine) and not is_here
         if self._folder is not None:
             return
         if isinstance(engine, FleetEngine):
             self._senders = RankSenders(ranks)
             engine.send_by(self._senders)
-        elif isinstance(engine, BesideEngine):
+        elif isinstance(engine, ProcessEngine):
             self.receiver = None if is_here else engine.receiver
         elif not is_here:
             host = controller_address(config.launch)
@@ -69,7 +69,7 @@ class LedUpdates:
             self._own = BucketReceiver(take, host, shares_memory=config.launch.on == "local")
             self.receiver = self._own.address
 
-    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+    def publish(self, version: int, *, verify: bool, done: UpdateDone) -> Callable[[], dict[str, float]]:
         """Implements `Trainer.publish`."""
         update = WeightUpdate(version, UpdateKind.FULL, self.tensors)
         with undoing(self._abandon):
@@ -78,14 +78,14 @@ class LedUpdates:
                 self._call(f"begin_update({version})", lambda: self._engine.begin_update(update))
             targets = () if self._senders is None else self._senders.targets
             self._ranks.tell(Publish(version, update.kind, None if dtypes is None else dict(dtypes), targets))
-        return lambda: self._finish(update, dtypes, taken)
+        return lambda: self._finish(update, dtypes, done)
 
     def close(self) -> None:
         """Closes the receiver of buckets in this process, if there is one."""
         if self._own is not None:
             self._own.close()
 
-    def _finish(self, update: WeightUpdate, dtypes: Mapping[str, str] | None, taken: Taken) -> dict[str, float]:
+    def _finish(self, update: WeightUpdate, dtypes: Mapping[str, str] | None, done: UpdateDone) -> dict[str, float]:
         with undoing(self._abandon):
             replies = self._ranks.replies()
             if self._senders is not None:
@@ -94,25 +94,25 @@ class LedUpdates:
             # Of rank 0, which is a sender.
             metrics = {**replies[0].metrics, "weights/check_seconds": 0.0}
             if self._ends_later:
-                self._thread.submit("end_update", lambda: self._end(update, sent, taken))
+                self._thread.submit("end_update", lambda: self._end(update, sent, done))
                 return metrics
             metrics["weights/end_seconds"] += self._timed("end_update", lambda: self._take(update))
             if sent is not None:
                 metrics["weights/check_seconds"] = self._timed("verify", lambda: self._engine.verify(sent))
-        taken(None)
+        done(None)
         return metrics
 
     # --- in the thread of updates ------------------------------------------------------------------------------------
 
-    def _end(self, update: WeightUpdate, sent: Mapping[str, int] | None, taken: Taken) -> None:
+    def _end(self, update: WeightUpdate, sent: Mapping[str, int] | None, done: UpdateDone) -> None:
         try:
             self._take(update)
             if sent is not None:
                 self._engine.verify(sent)
         except Exception as problem:  # noqa: BLE001 - thread boundary: the loop raises it
-            taken(problem)
+            done(problem)
         else:
-            taken(None)
+            done(None)
 
     def _take(self, update: WeightUpdate) -> None:
         """Has the engine take an update into use. An update on disk is read and handed to the engine first."""

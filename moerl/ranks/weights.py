@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config.ranks import RankConfig
 from moerl.config.rollouts import ServedRolloutConfig
-from moerl.contract.commands import Hold, Publish, ReceiverAddress, Reply, Resend, SyncCommand
+from moerl.contract.commands import KeepWeights, Publish, ReceiverAddress, Reply, Resend, SyncCommand
 from moerl.contract.ports import PolicyEngine, WeightSink
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
@@ -107,11 +107,11 @@ class WeightSync:
                 report = self._publisher.publish(self._trainer.shards(), update, command.dtypes)
                 failed = {} if servers is None else servers.failed()
                 return Reply(metrics=report.metrics(), checksums=dict(report.checksums), failed=failed)
-            case Hold() if servers is not None:
-                self._publisher.ask_sink("hold", partial(servers.hold, command.version))
+            case KeepWeights() if servers is not None:
+                self._publisher.ask_sink("keep", partial(servers.keep, command.version))
             case Resend() if servers is not None:
                 ask = self._publisher.ask_sink
-                kept = ask("resend", partial(servers.held, command.version, command.targets))
+                kept = ask("resend", partial(servers.kept, command.version, command.targets))
                 for number, bucket in enumerate(kept):
                     ask(f"resend: bucket {number}", partial(servers.resend, bucket, command.targets))
                 return Reply(failed=servers.failed())

@@ -125,7 +125,7 @@ class Worker:
                 self._profiler.begin(command.step)
             case commands.Trace():
                 return Reply(tables=tuple(self._trace(command)))
-            case commands.Publish() | commands.Hold() | commands.Resend():
+            case commands.Publish() | commands.KeepWeights() | commands.Resend():
                 return self._sync(command)
             case commands.GiveBack():
                 self._staged = self._trained.stage() if command.stage else None

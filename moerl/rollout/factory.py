@@ -15,10 +15,10 @@ from moerl.errors import EngineError, undoing
 from moerl.kernels.checksum import checksums
 from moerl.machine.model_files import stored_tensors
 from moerl.models.description import ModelDescription
-from moerl.rollout.beside.engine import BesideEngine
-from moerl.rollout.beside.local import EngineProcess
-from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.engine_process.engine import ProcessEngine
+from moerl.rollout.engine_process.local import EngineProcess
+from moerl.rollout.engine_process.messages import StartEngine
 from moerl.rollout.fleet.backend import ModelFacts, ServedRun
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
@@ -48,9 +48,9 @@ def embedded_engine(
     )
 
 
-def engine_beside(start: StartEngine, process: EngineProcess) -> BesideEngine:
+def engine_in_process(start: StartEngine, process: EngineProcess) -> ProcessEngine:
     """Makes an embedded engine in a process of its own, which `process` is."""
-    return BesideEngine(start, process)
+    return ProcessEngine(start, process)
 
 
 def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineOptions) -> FleetEngine:
@@ -72,7 +72,7 @@ def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineO
 def engine_memory(engine: PolicyEngine) -> int:
     """Returns the peak resident memory of an embedded engine's own process, in bytes; 0 for other engines, which run in
     the controller or are servers."""
-    return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
+    return engine.peak_rss_bytes() if isinstance(engine, ProcessEngine) else 0
 
 
 def send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:

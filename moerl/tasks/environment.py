@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from moerl.contract.demands import is_number
 from moerl.contract.episodes import EpisodeTask, Session
 from moerl.contract.ports import Prompt
+from moerl.contract.requirements import is_number
 from moerl.errors import ConfigError, EpisodeError
 from moerl.sections import FunctionName, Positive
 from moerl.tasks.data.problems import ProblemRows

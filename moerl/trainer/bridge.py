@@ -72,7 +72,7 @@ def import_bridge() -> Any:
         raise ConfigError(
             "megatron-bridge is not installed",
             seen=str(error),
-            expected="megatron-bridge 0.6.2, which moerl cannot declare: it demands packages for CUDA alone",
+            expected="megatron-bridge 0.6.2, which moerl cannot declare: it requires packages for CUDA alone",
             remedy=f"pip install --no-deps {BRIDGE}",
         ) from error
     return module.AutoBridge

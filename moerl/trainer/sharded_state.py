@@ -266,7 +266,7 @@ def _metadata() -> dict[str, Any]:
         # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
         "distrib_optim_sharding_type": "fully_reshardable",
         # Moments are put together in host memory, over gloo. The other way is over NCCL, and needs room on the device
-        # for whole buffers of them in float32, beside weights and gradients.
+        # for whole buffers of them in float32, in addition to weights and gradients.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
 

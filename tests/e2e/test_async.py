@@ -16,7 +16,7 @@ from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
 
 STEPS, PER_STEP = 5, 16
-BESIDE = ("recipe=tiny", "rollout.placement=beside", "buffer.max_staleness=1", f"rl.steps={STEPS}")
+BESIDE = ("recipe=tiny", "rollout.placement=process", "buffer.max_staleness=1", f"rl.steps={STEPS}")
 STEP = "moerl.orchestration.rl:RLStage._update"
 
 
@@ -33,7 +33,9 @@ def orphans() -> list[Path]:
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == "1" and any(name in line for name in (b"moerl.rollout.beside.process", b"moerl.ranks.process")):
+        if parent == "1" and any(
+            name in line for name in (b"moerl.rollout.engine_process.process", b"moerl.ranks.process")
+        ):
             found.append(entry)
     return found
 

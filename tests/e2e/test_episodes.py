@@ -46,7 +46,7 @@ async def play(prompt, session):
     answer = await answer_with_tools(chat, TOOLS, max_calls=8, max_turns=3)
     return {"reward": float(answer.num_calls > answer.num_failed), **answer.rewards}
 """
-BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 def trained(run: Path) -> list[Trajectory]:

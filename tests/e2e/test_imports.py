@@ -14,7 +14,7 @@ import pytest
 from waiting import run_within
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
 FEW = ("sft.steps=1", "rl.steps=2", "checkpoint.every=0")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("imports")]
 
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_every_process_of_a_run_bounds_how_long_threads_spin_before_it_imports_torch(run: Seen) -> None:
     waits = {name: process["waits"] for name, process in run.processes.items() if process["waits"] is not None}
     bounded = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": None}
-    assert waits == dict.fromkeys(("moerl", "moerl.ranks.process", "moerl.rollout.beside.process"), bounded)
+    assert waits == dict.fromkeys(("moerl", "moerl.ranks.process", "moerl.rollout.engine_process.process"), bounded)
 
 
 def test_a_first_run_in_a_new_environment_shows_no_warning_of_libraries(run: Seen) -> None:

@@ -72,7 +72,7 @@ def test_a_comparison_of_both_names_the_larger_gap_and_its_remedy(
 
 
 def test_the_report_of_a_stale_run_shows_the_age_of_its_samples(forked: Runs, tmp_path: Path) -> None:
-    run = train(forked, tmp_path / "stale", "rollout.placement=beside", "buffer.max_staleness=1")
+    run = train(forked, tmp_path / "stale", "rollout.placement=process", "buffer.max_staleness=1")
     report = report_of_page(run / "report.html", tmp_path / "profile")
     require_numbers_of_metrics(report, run)
     ages = [each.metrics["staleness/age_max"] for each in report.steps if each.step]

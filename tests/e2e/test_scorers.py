@@ -20,7 +20,7 @@ def distil(rows):
     losses_T = -(rows.scores_T["teacher"] - rows.rollout_logprobs_T) * rows.trainer_logprobs_T
     return PolicyLoss(token_mean(losses_T, rows.loss_mask_T, rows.totals.num_tokens), losses_T)
 """
-BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 @pytest.fixture(scope="module")

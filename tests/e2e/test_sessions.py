@@ -48,7 +48,7 @@ def test_unfinished_episodes_go_on_with_their_turns_if_their_environment_can_be_
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     keys = (
         *("recipe=tiny", "sft.steps=0", "task=environment", "task.path=rows.jsonl", "task.play=env:play"),
-        *(f"task.repeatable={str(repeatable).lower()}", "rollout.placement=beside", "buffer.max_staleness=1"),
+        *(f"task.repeatable={str(repeatable).lower()}", "rollout.placement=process", "buffer.max_staleness=1"),
         *("evaluation.every=0", f"rl.steps={STEPS}", "rollout.max_new_tokens=24", f"run_dir='{tmp_path / 'run'}'"),
     )
     killed = forked.run("train", *keys, cwd=tmp_path)

@@ -12,7 +12,7 @@ from waiting import eventually, is_alive
 START_OF_RANKS = "moerl.ranks.processes:Processes.replies"
 STEP_OF_THE_COLD_START = "moerl.orchestration.sft:_step"
 START_OF_THE_ENGINE = "moerl.orchestration.commands:open_engine"
-UPDATE_OF_THE_ENGINE = "moerl.rollout.beside.engine:BesideEngine.begin_update"
+UPDATE_OF_THE_ENGINE = "moerl.rollout.engine_process.engine:ProcessEngine.begin_update"
 SAMPLE, EVALUATE = "moerl.orchestration.rl:with_advantages", "moerl.orchestration.rl:evaluate"
 
 
@@ -45,7 +45,7 @@ def test_a_run_of_many_processes_that_are_all_told_to_stop_stops_with_a_checkpoi
     forked: Runs, sums: Sums, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    kinds = ("parallel.expert=2", "rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5")
+    kinds = ("parallel.expert=2", "rollout.placement=process", "buffer.max_staleness=1", "buffer.window=5")
     arguments = [*sums.train(run), *kinds]
     for fault, where, num_told in STOPS:
         stopped = forked.run(*arguments, fault=fault, path=[sums.folder])

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LONG = 900.0
 # The ranks fill the first node, and the engine waits for another one with two CPUs.
-KEYS = ("recipe=tiny", "num_threads=2", "parallel.data=2", "rollout.placement=beside")
+KEYS = ("recipe=tiny", "num_threads=2", "parallel.data=2", "rollout.placement=process")
 CPUS = 2
 
 
@@ -62,7 +62,7 @@ def trained(run_dir: Path, *keys: str, variables: Mapping[str, str] | None = Non
 
 
 def engine_of(run_dir: Path) -> int:
-    [pid] = processes_at(run_dir / "logs" / "engine.log", b"moerl.rollout.beside.process")
+    [pid] = processes_at(run_dir / "logs" / "engine.log", b"moerl.rollout.engine_process.process")
     return pid
 
 
@@ -96,9 +96,9 @@ def test_a_cluster_of_the_runs_own_has_room_for_its_engine(tmp_path: Path) -> No
 
 
 LOSSES = {
-    "process": r"the engine beside the trainer is gone; seen: process \d+: killed by SIGKILL.*on node 127\.0\.0\.2",
+    "process": r"the engine's process is gone; seen: process \d+: killed by SIGKILL.*on node 127\.0\.0\.2",
     # The second if the node is lost while a rank pushes a bucket.
-    "node": r"engine beside the trainer is gone; seen: its actor.*on node 127\.0\.0\.2|the engine's process is gone",
+    "node": r"engine's process is gone; seen: its actor.*on node 127\.0\.0\.2|the engine's process is gone",
     "rank": r"rank 0 of the trainer was lost in '\w+'; seen: killed by SIGKILL, on node",
 }
 

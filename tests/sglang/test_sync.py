@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from moerl.batching.packing import PackOptions, pack_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch
-from moerl.contract.commands import AnyCommand, Hold, Publish, Reply
+from moerl.contract.commands import AnyCommand, KeepWeights, Publish, Reply
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
 from moerl.models.description import read_model
@@ -150,7 +150,7 @@ class NothingHeld:
     """Ranks without a copy of what they sent: no server of this test comes late."""
 
     def ask(self, command: AnyCommand) -> list[Reply]:
-        assert isinstance(command, Hold)
+        assert isinstance(command, KeepWeights)
         return []
 
 

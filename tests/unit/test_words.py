@@ -115,6 +115,23 @@ def test_pages_of_the_root_docs_and_examples_are_checked_outside_of_code(
     ]
 
 
+def test_a_dropped_word_is_found_in_text_and_names_but_not_in_other_words_code_of_pages_and_old_names(
+    check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {})
+    text = '"""Runs Beside it, besides others."""\n_BESIDE = on_demand = "demanding"\n'
+    for path in ("moerl/a.py", check_words.OLD_NAMES, "tests/a.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "README.md").write_text("The key `beside` is gone.\n\nIt demands one.\n")
+    assert check_words.problems(tmp_path) == [
+        'moerl/a.py:1: "Beside": say next to, during, or in a process of its own',
+        'moerl/a.py:2: "BESIDE": say next to, during, or in a process of its own',
+        'moerl/a.py:2: "demand": say require',
+        'README.md:3: "demands": say requires',
+    ]
+
+
 def test_a_public_class_name_of_two_modules_is_found_with_both_places(
     check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

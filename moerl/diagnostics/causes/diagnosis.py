@@ -258,7 +258,7 @@ class _Told:
         nats, most = float(self.ground.floors.max()), f"at most {MOST_FLOOR:g}"
         if nats > MOST_FLOOR:
             without = "" if nats == self.ground.floor else ", if each side chooses its experts"
-            title = f"this arithmetic alone makes {nats:.1e} nats{without}, too much to tell anything beside it"
+            title = f"this arithmetic alone makes {nats:.1e} nats{without}, too much to see anything else"
             seen = Evidence("mean difference to a finer arithmetic, nats", f"{nats:.2e}", most)
             return [self._finding("unexplained", "certain", title, nats_of["precision"], (seen,))]
         times, level = self.rounding_times(), float(self.level_R[~self.odd_R].mean())

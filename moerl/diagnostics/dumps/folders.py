@@ -159,8 +159,8 @@ def _of_prime_rl(path: Path) -> list[Files]:
         left.append(f"{_counted(len(evaluations), 'file')} of evaluations ({evaluations[0]}){_BY_NAME}")
     if pending := [file for file in unused if file.parent.parent not in used]:
         left.append(f"{_counted(len(pending), 'step')} without {_TRAINED} traces ({pending[0]}){_BY_NAME}")
-    if beside := [file for file in unused if file.parent.parent in used and file.parent.name != _EVERY]:
-        left.append(f"{_counted(len(beside), 'file')} beside {_TRAINED} traces ({beside[0]}){_BY_NAME}")
+    if extra := [file for file in unused if file.parent.parent in used and file.parent.name != _EVERY]:
+        left.append(f"{_counted(len(extra), 'file')} next to {_TRAINED} traces ({extra[0]}){_BY_NAME}")
     sets = [Files(read, _left_out(left))] if read else []
     exports = _sorted(path.glob("**/step_*/rank_*.jsonl"))
     return [*sets, Files(exports)] if exports else sets

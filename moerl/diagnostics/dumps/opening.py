@@ -89,10 +89,10 @@ def open_dumps(
     for path, files, format in found:
         notes = [*format.notes, *([files.note] if files.note else [])]
         reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
-        beside = format.name != slime.TRAIN and is_joined(format.name, formats)
+        is_trainers = format.name != slime.TRAIN and is_joined(format.name, formats)
         if say is not None and files.note:
             say(f"{path}: {files.note}")
-        rollouts = _read(files.files, format, reading, load, None if beside else seen)
+        rollouts = _read(files.files, format, reading, load, None if is_trainers else seen)
         opened.append(Dump(format.name, rollouts, reading.unusable, reading.notes))
     return joined(opened)
 

@@ -19,8 +19,8 @@ from moerl.diagnostics.dumps.values import RowError, flags, floats, integer, int
 
 TRACES = "prime-rl traces"
 TRAINER_ELSEWHERE = (
-    "log-probs of the trainer are in the token exports (trainer.enable_token_export): name their directory beside the "
-    "traces"
+    "log-probs of the trainer are in the token exports (trainer.enable_token_export): name their directory as well as "
+    "the traces"
 )
 """Note of traces without token exports."""
 TRACE_NOTES = ("prime-rl writes no routes, kept sets or sampling parameters into its traces", TRAINER_ELSEWHERE)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.demands import demand_scores
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import require_scores
 from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
@@ -55,7 +55,7 @@ def record_of(
         values = {name: getattr(rollout.trajectory, name) for name in _FIELDS}
     else:
         values = _values(rollout, spec, sampling)
-    demand_scores(values.get("scores", {}), scores)
+    require_scores(values.get("scores", {}), scores)
     return RolloutRecord(rollout.name, values["engine_id"], int(rollout.policy_versions.max()), values)
 
 

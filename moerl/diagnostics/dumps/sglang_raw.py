@@ -24,7 +24,7 @@ from moerl.errors import ConfigError
 
 FORMAT = "SGLang answers"
 NOTES = (
-    "temperature and top-p are read from `sampling_params` beside an answer, and taken as 1 without it",
+    "temperature and top-p are read from `sampling_params` next to an answer, and taken as 1 without it",
     "log-probs are those inside the kept set if an answer has `output_token_sampling_logprobs`, else those before "
     "top-p and top-k",
 )
@@ -126,9 +126,9 @@ def _routes(row: Row, meta: Row, num_tokens: int, reading: Reading) -> tuple[NDA
     if experts is None:
         raise ConfigError(
             "DUMP: routes of SGLang answers are flat, and nothing says how many experts a token has",
-            seen="neither a model nor `experts_per_token` beside the answer",
+            seen="neither a model nor `experts_per_token` next to the answer",
             expected="the number of experts per token",
-            remedy="name the model, or write `experts_per_token` beside each answer",
+            remedy="name the model, or write `experts_per_token` next to each answer",
         )
     experts = integer(experts, "experts_per_token", least=1)
     said = meta.get("routed_experts_start_len", row.get("routed_experts_start_len"))

@@ -26,7 +26,7 @@ type TorchFile = Callable[[Path], Any]
 ROLLOUTS, TRAIN, COLUMNS = "slime or miles rollouts", "slime or miles train data", "miles dashboard columns"
 _SETTINGS = "slime and miles write no sampling parameters into dumps: temperature and top-p are taken as 1"
 TRAINER_ELSEWHERE = (
-    "log-probs of the trainer are in the train data (--save-debug-train-data): name that file beside this one"
+    "log-probs of the trainer are in the train data (--save-debug-train-data): name that file as well as this one"
 )
 """Note of a dump of rollouts without its train data."""
 NOTES = {

@@ -126,7 +126,7 @@ def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[Pa
 <noscript><p>Charts and token strips need JavaScript; sentences and tables do not.</p></noscript>
 {body}
 </main>
-<footer>One file, made by moerl; it loads nothing from anywhere. Its numbers are in the JSON file beside it.</footer>
+<footer>One file, made by moerl; it loads nothing from anywhere. Its numbers are in the JSON file next to it.</footer>
 <script id="report-data" type="application/json">{data}</script>
 <script>{vega}</script>
 <script>{script}</script>

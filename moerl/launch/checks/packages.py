@@ -31,7 +31,7 @@ _AGAIN = (
     "install again: `make setup` in a checkout; else `pip install` of the same wheel with its extra `train` in a fresh"
     f" environment, then `pip install --no-deps {BRIDGE}`"
 )
-_BESIDE: str = canonicalize_name(Requirement(BRIDGE).name)
+_BRIDGE_NAME: str = canonicalize_name(Requirement(BRIDGE).name)
 
 
 def look_at_packages(facts: Facts) -> str | Note:
@@ -120,7 +120,7 @@ def exact_names(requirements: Sequence[str]) -> set[str]:
         for each in map(Requirement, requirements)
         if any(part.operator == "==" for part in each.specifier)
     }
-    return {*pinned, _BESIDE}
+    return {*pinned, _BRIDGE_NAME}
 
 
 def check_python(version: tuple[int, int]) -> Check:
@@ -184,7 +184,7 @@ def check_lock(lock: Path, installed: Mapping[str, str], exact: set[str]) -> Che
 
 
 def _requirements_of(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
-    if name == _BESIDE:
+    if name == _BRIDGE_NAME:
         return
     for text in importlib.metadata.requires(name) or []:
         requirement = Requirement(text)

@@ -90,16 +90,16 @@ class Actors(RanksAway[_Rank]):
         rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
         # A rank with a GPU of its own sees no other.
         on_gpus, text = has_gpus(), config.model_dump_json()
-        beside = [[rank] if on_gpus else self._beside(rank) for rank in self._ranks]
+        shared = [[rank] if on_gpus else self._sharing(rank) for rank in self._ranks]
         places: list[bytes] = []
-        for rank, sharing in zip(self._ranks, beside, strict=True):
+        for rank, sharing in zip(self._ranks, shared, strict=True):
             variables = rank_variables(config, rank.rank, sharing.index(rank))
             places.append(msgspec.json.encode(RankProcessSettings(str(rank.log.absolute()), variables)))
         self._call("start", START_SECONDS, places)
-        self._tell([Start(text, rank, rendezvous, len(sharing)) for rank, sharing in enumerate(beside)])
+        self._tell([Start(text, rank, rendezvous, len(sharing)) for rank, sharing in enumerate(shared)])
         self.replies()
 
-    def _beside(self, rank: _Rank) -> list[_Rank]:
+    def _sharing(self, rank: _Rank) -> list[_Rank]:
         """Returns the ranks on a rank's node, itself included."""
         assert rank.facts is not None
         node_id = rank.facts.node_id

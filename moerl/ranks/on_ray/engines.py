@@ -20,7 +20,7 @@ from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.cluster import hold
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
-from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
+from moerl.rollout.engine_process.local import CLOSING_SECONDS, LocalProcess
 
 PLACE_SECONDS = 300.0
 """Seconds for an actor to find a node and start."""

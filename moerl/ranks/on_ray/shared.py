@@ -47,7 +47,7 @@ def ranks_of_server(options: ServerOptions) -> list[NodeFacts]:
                 f"rollout.placement=colocated: the GPU of rank {rank}, on {facts.node}",
                 seen=f"Ray shows it {facts.gpus or 'none'}",
                 expected="one GPU",
-                remedy="start the nodes of Ray with their GPUs (--num-gpus), or set rollout.placement=apart",
+                remedy="start the nodes of Ray with their GPUs (--num-gpus), or set rollout.placement=disaggregated",
             )
     return chosen
 

@@ -30,7 +30,7 @@ def answers_come(bench: Bench) -> str:
                 seen=f"{num_tokens} tokens, reason {answer.finish_reason}",
                 expected=f"{ask.max_new_tokens} tokens, reason length",
             )
-        _demand_ids("sampled tokens", answer.token_ids, bench.subject.facts.spec.vocab_size)
+        _require_ids("sampled tokens", answer.token_ids, bench.subject.facts.spec.vocab_size)
     return f"{len(asks)} answers of 12 tokens"
 
 
@@ -104,7 +104,7 @@ def routes_have_experts(bench: Bench) -> str:
     spec, num_rows = bench.subject.facts.spec, 0
     for _, answer in _answered(bench, bench.mixed("experts", 12)):
         rows = rows_of(answer).astype(np.int64)
-        _demand_ids("expert ids", rows, spec.num_experts)
+        _require_ids("expert ids", rows, spec.num_experts)
         repeated = np.argwhere((np.diff(np.sort(rows, -1), axis=-1) == 0).any(-1))
         if len(repeated):
             row, layer = (int(i) for i in repeated[0])
@@ -121,58 +121,58 @@ def routes_have_experts(bench: Bench) -> str:
 
 
 def kept_sets_are_there(bench: Bench) -> str:
-    return _each_token(bench, "kept-there", _demand_listed)
+    return _each_token(bench, "kept-there", _require_listed)
 
 
 def kept_sets_hold_the_token(bench: Bench) -> str:
-    return _each_token(bench, "kept-token", _demand_held)
+    return _each_token(bench, "kept-token", _require_held)
 
 
 def kept_sets_are_ordered(bench: Bench) -> str:
-    return _each_token(bench, "kept-order", _demand_ordered)
+    return _each_token(bench, "kept-order", _require_ordered)
 
 
 def kept_sets_are_bounded(bench: Bench) -> str:
-    return _each_token(bench, "kept-size", _demand_bounded)
+    return _each_token(bench, "kept-size", _require_bounded)
 
 
 _TokenCheck = Callable[[Ask, int, Any, ModelSpec], None]
 """Check of one sampled token. Takes the request, the token, its kept set and the model; raises `FailedCheckError`."""
 
 
-def _each_token(bench: Bench, name: str, demand: _TokenCheck) -> str:
+def _each_token(bench: Bench, name: str, require: _TokenCheck) -> str:
     num_cut = num_open = 0
     for ask, answer in _answered(bench, bench.mixed(name, 12)):
         kept = kept_of(answer)
         if len(kept) != len(answer.token_ids):
             raise FailedCheckError(f"kept sets, {ask.sampling}", seen=len(kept), expected=len(answer.token_ids))
         for token, ids in zip(answer.token_ids.tolist(), kept, strict=True):
-            demand(ask, token, ids, bench.subject.facts.spec)
+            require(ask, token, ids, bench.subject.facts.spec)
         num_cut += len(kept) * ask.sampling.cuts
         num_open += len(kept) * (not ask.sampling.cuts)
     return f"{num_cut} cut tokens, {num_open} drawn from the full vocabulary"
 
 
-def _demand_listed(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
+def _require_listed(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
     if (len(ids) > 0) != ask.sampling.cuts:
         expected = "at least the sampled token" if ask.sampling.cuts else "no list: nothing is cut"
         raise FailedCheckError(f"kept set of a token, {ask.sampling}", seen=f"{len(ids)} ids", expected=expected)
 
 
-def _demand_held(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
+def _require_held(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
     if ask.sampling.cuts and token not in ids.tolist():
         raise FailedCheckError(
             f"kept set of a token, {ask.sampling}", seen=f"{ids.tolist()}", expected=f"sampled token {token} among them"
         )
 
 
-def _demand_ordered(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
-    _demand_ids("kept ids", ids, spec.vocab_size)
+def _require_ordered(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
+    _require_ids("kept ids", ids, spec.vocab_size)
     if len(ids) > 1 and not (np.diff(ids.astype(np.int64)) > 0).all():
         raise FailedCheckError(f"kept set, {ask.sampling}", seen=ids.tolist(), expected="strictly ascending ids")
 
 
-def _demand_bounded(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
+def _require_bounded(ask: Ask, token: int, ids: Any, spec: ModelSpec) -> None:
     limit = 1 if ask.sampling.is_greedy else min(ask.sampling.effective_top_k or 0, spec.vocab_size)
     if len(ids) > limit:
         raise FailedCheckError(f"kept set, {ask.sampling}", seen=f"{len(ids)} ids", expected=f"at most {limit}")
@@ -187,9 +187,9 @@ def logprobs_are_negative(bench: Bench) -> str:
     count = 0
     for ask, answer in _answered(bench, bench.mixed("logprobs", 12)):
         values = logprobs_of(answer)
-        _demand_logs(f"log-probs, {ask.sampling}", values, len(answer.token_ids))
+        _require_logs(f"log-probs, {ask.sampling}", values, len(answer.token_ids))
         if answer.kept_logmass is not None:
-            _demand_logs(f"log mass of kept sets, {ask.sampling}", answer.kept_logmass, len(values))
+            _require_logs(f"log mass of kept sets, {ask.sampling}", answer.kept_logmass, len(values))
             if not ask.sampling.cuts and answer.kept_logmass.any():
                 raise FailedCheckError(
                     "log mass of kept sets if nothing is cut", seen=answer.kept_logmass.min(), expected=0
@@ -204,7 +204,7 @@ def logprobs_are_negative(bench: Bench) -> str:
     return f"{count} tokens"
 
 
-def _demand_logs(what: str, values: Any, count: int) -> None:
+def _require_logs(what: str, values: Any, count: int) -> None:
     if len(values) != count:
         raise FailedCheckError(what, seen=f"{len(values)} numbers", expected=f"{count}, one for every sampled token")
     if not np.isfinite(values).all() or (values > _ROUNDING).any():
@@ -257,7 +257,7 @@ def _narrowed(expert_ids: Any, spec: ModelSpec) -> Any:
     return narrow if np.array_equal(narrow, expert_ids) else expert_ids
 
 
-def _demand_ids(what: str, ids: Any, limit: int) -> None:
+def _require_ids(what: str, ids: Any, limit: int) -> None:
     if ids.size and not (ids.min() >= 0 and ids.max() < limit):
         raise FailedCheckError(what, seen=f"{ids.min()} to {ids.max()}", expected=f"in [0, {limit})")
 

@@ -48,7 +48,7 @@ def _draws(bench: Bench, sampling: SamplingParams, name: str) -> _Draws:
     return _Draws(sampling, drawn, answers)
 
 
-def _demand_whole(draws: _Draws, size: int) -> None:
+def _require_whole(draws: _Draws, size: int) -> None:
     """Raises FailedCheckError unless the probabilities of a kept set add up to 1 if all of its tokens came up, else to
     1 at most."""
     tolerance, mass = 1e-3, draws.mass
@@ -64,7 +64,7 @@ def top_k_is_honoured(bench: Bench) -> str:
     draws = _draws(bench, SamplingParams(temperature=2.0, top_k=_TOP_K), "top-k")
     if len(draws.logprobs) > _TOP_K:
         raise FailedCheckError("different tokens drawn, top_k 4", seen=len(draws.logprobs), expected="at most 4")
-    _demand_whole(draws, _TOP_K)
+    _require_whole(draws, _TOP_K)
     for answer in draws.answers:
         if answer.kept_sets is not None and len(answer.kept_sets[0]) != _TOP_K:
             raise FailedCheckError("kept set, top_k 4", seen=f"{len(answer.kept_sets[0])} ids", expected=_TOP_K)
@@ -101,7 +101,7 @@ def top_p_is_honoured(bench: Bench) -> str:
         raise FailedCheckError(
             "sizes of kept sets of one distribution", seen=sorted(sizes), expected="one size, above 0"
         )
-    _demand_whole(draws, size)
+    _require_whole(draws, size)
     masses = [math.exp(float(a.kept_logmass[0])) for a in draws.answers if a.kept_logmass is not None]
     if not masses:
         raise CannotAskError("the engine does not say what mass a kept set has")
@@ -129,7 +129,7 @@ def min_p_is_honoured(bench: Bench) -> str:
         )
     sizes = {len(ids) for answer in draws.answers for ids in answer.kept_sets or ()}
     if len(sizes) == 1:
-        _demand_whole(draws, sizes.pop())
+        _require_whole(draws, sizes.pop())
     return f"{len(values)} tokens drawn"
 
 

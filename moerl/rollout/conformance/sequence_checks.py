@@ -104,7 +104,7 @@ def retractions_change_nothing(bench: Bench) -> str:
     routes = RouteComparison(bench.tolerances.routes)
     for number, (ask, answer) in enumerate(retracted[:4]):
         (calm,) = bench.fresh([ask], f"calm-{number}")
-        _demand_rows("retracted request", ask, answer)
+        _require_rows("retracted request", ask, answer)
         routes.add_common("retracted request", ask, answer, calm)
     return f"{len(retracted)} of {count} requests retracted: {routes.finish()}"
 
@@ -118,7 +118,7 @@ def aborts_keep_what_there_is(bench: Bench) -> str:
         if answer is None or answer.finish_reason != "abort":
             continue
         num_cut += 1
-        _demand_aligned("aborted request", ask, answer)
+        _require_aligned("aborted request", ask, answer)
         routes.add_common("aborted request", ask, answer, expected)
     if not num_cut:
         raise CannotAskError(f"all {len(asks)} requests had finished, or had no token, when they were aborted")
@@ -136,7 +136,7 @@ def resumed_answers_go_on(bench: Bench) -> str:
         rest = replace(ask, prompt_ids=prompt, max_new_tokens=16 - there, first_row=first)
         (answer,) = bench.fresh([rest], f"resume-{there}")
         what = f"answer that goes on behind {there} of 16 tokens"
-        _demand_rows(what, rest, answer)
+        _require_rows(what, rest, answer)
         count = num_common(answer.token_ids.tolist(), whole.token_ids[there:].tolist())
         if count == 0:
             raise FailedCheckError(
@@ -153,7 +153,7 @@ def turns_have_each_row_once(bench: Bench) -> str:
     for turn in range(3):
         ask = Ask(tokens, GREEDY, 6, first_row=num_rows, cache_key=f"{bench.run_id}-turns")
         (answer,) = bench.subject.ask([ask])
-        _demand_rows(f"turn {turn + 1}", ask, answer)
+        _require_rows(f"turn {turn + 1}", ask, answer)
         parts.append(rows_of(answer))
         num_rows += len(parts[-1])
         last, num_tokens = tokens, len(tokens) + len(answer.token_ids)
@@ -177,11 +177,11 @@ def updates_keep_versions_and_routes(bench: Bench) -> str:
     across = bench.subject.across_update(bench.keyed(asks, "update"))
     routes, num_changed = RouteComparison(bench.tolerances.routes), 0
     layers = np.arange(bench.subject.facts.spec.num_moe_layers)
-    _demand_versions(across.answers[0], (across.old_version,))  # it had finished before the update began
+    _require_versions(across.answers[0], (across.old_version,))  # it had finished before the update began
     for ask, answer, expected in zip(asks, across.answers, calm, strict=True):
         what = "request under way in an update"
-        _demand_aligned(what, ask, answer)
-        versions = _demand_versions(answer, (across.old_version, across.new_version))
+        _require_aligned(what, ask, answer)
+        versions = _require_versions(answer, (across.old_version, across.new_version))
         num_changed += len(set(versions.tolist())) > 1
         # Row t counts under the weights that sampled token t + 1; that of a prompt under those of the first token.
         count = min(len(rows_of(answer)), len(rows_of(expected)))
@@ -229,15 +229,15 @@ def _long_and_one_short(bench: Bench, name: str) -> list[Ask]:
     return [replace(asks[0], max_new_tokens=4), *asks[1:]]
 
 
-def _demand_rows(what: str, ask: Ask, answer: Answer) -> None:
+def _require_rows(what: str, ask: Ask, answer: Answer) -> None:
     expected = len(ask.prompt_ids) + len(answer.token_ids) - 1 - ask.first_row
     if len(rows_of(answer)) != expected:
         raise FailedCheckError(f"{what}: rows of routing", seen=len(rows_of(answer)), expected=expected)
 
 
-def _demand_aligned(what: str, ask: Ask, answer: Answer) -> None:
+def _require_aligned(what: str, ask: Ask, answer: Answer) -> None:
     """Raises FailedCheckError unless everything that came is there for every token."""
-    _demand_rows(what, ask, answer)
+    _require_rows(what, ask, answer)
     parts: dict[str, Sequence[object] | None] = {
         "log-probs": None if answer.logprobs is None else answer.logprobs.tolist(),
         "kept sets": answer.kept_sets,
@@ -250,7 +250,7 @@ def _demand_aligned(what: str, ask: Ask, answer: Answer) -> None:
             )
 
 
-def _demand_versions(answer: Answer, known: tuple[int, ...]) -> np.ndarray:
+def _require_versions(answer: Answer, known: tuple[int, ...]) -> np.ndarray:
     if answer.versions is None:
         raise CannotAskError("the engine does not say which weights sampled a token")
     versions = np.asarray(answer.versions)

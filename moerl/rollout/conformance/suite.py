@@ -66,7 +66,7 @@ class CheckResult:
 _CHECKS: tuple[tuple[str, str, Callable[[Bench], str]], ...] = (
     ("answers", "Is each request answered with as many tokens as asked for?", answers.answers_come),
     ("stop-ids", "Does a stop id end an answer, and stay in it?", answers.stop_ids_end),
-    ("seeds", "Do equal seeds give equal tokens, whatever runs beside?", sampling.seeds_reproduce),
+    ("seeds", "Do equal seeds give equal tokens, whatever else runs?", sampling.seeds_reproduce),
     ("routing-there", "Are there routes?", answers.routes_are_there),
     ("routing-rows", "Has every input token one row, prompts too, and the last token none?", answers.routes_have_rows),
     ("routing-shape", "Are routes [S-1, MoE layers, experts per token]?", answers.routes_have_shape),

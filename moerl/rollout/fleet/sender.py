@@ -40,12 +40,12 @@ class AllSenders(Protocol):
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
         """Has the buckets of this update go to these servers, whose updates are open, and to no others."""
 
-    async def take(self, version: int) -> Sequence[Part]:
+    async def close_set(self, version: int) -> Sequence[Part]:
         """Closes the set; returns the part of each sender."""
         ...
 
-    async def hold(self, version: int) -> None:
-        """Has senders keep the set that was taken last for servers that come late."""
+    async def keep(self, version: int) -> None:
+        """Has senders keep the set that was closed last for servers that come late."""
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
         """Has senders send what they keep to these servers, whose updates are open; returns the part of each."""
@@ -70,7 +70,7 @@ class WeightSet:
         self._arrivals: Arrivals | None = None
 
     def begin(self, update: WeightUpdate) -> None:
-        """Starts a set; one that was never taken is forgotten."""
+        """Starts a set; one that was never closed is forgotten."""
         self._tensors, self._arrivals = {}, Arrivals(update)
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -144,8 +144,8 @@ class Sender:
     ) -> None:
         self.weight_set, self.bucket_bytes = weight_set, bucket_bytes
         self._num_sent = 0
-        self._taken: dict[str, Tensor | None] = {}
-        self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
+        self._closed: dict[str, Tensor | None] = {}
+        self._kept: tuple[int, dict[str, Tensor | None]] = -1, {}
         self._open_channel, self._together = open_channel, together
         self._channels: dict[str, WeightChannel] = {}
         self._groups: dict[str, WeightGroup] = {}
@@ -153,9 +153,9 @@ class Sender:
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:
-        """Starts a set, which goes to these servers and to no others; one that was never taken is forgotten."""
+        """Starts a set, which goes to these servers and to no others; one that was never closed is forgotten."""
         self.weight_set.begin(update)
-        self._num_sent, self._taken, self._failed = 0, {}, {}
+        self._num_sent, self._closed, self._failed = 0, {}, {}
         for key in self._channels.keys() - {target.key for target in targets}:
             # Nobody waits for it: the server may be gone.
             leaving = asyncio.create_task(_leave(self._forget(key)))
@@ -172,7 +172,7 @@ class Sender:
                 await self.send_bucket(needed)
 
     async def send_bucket(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
-        """Sends a bucket of `weight_set` or of `held` to these servers, or to those of `begin` if None. `failed` names
+        """Sends a bucket of `weight_set` or of `kept` to these servers, or to those of `begin` if None. `failed` names
         servers that fail."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
         keys = self._channels.keys() if targets is None else {target.key for target in targets}
@@ -188,22 +188,22 @@ class Sender:
         for channels, result in zip(members.values(), results, strict=True):
             await self._leave_failed(channels, result)
 
-    async def take(self, version: int) -> Sequence[Part]:
+    async def close_set(self, version: int) -> Sequence[Part]:
         """Closes the set. Raises as `WeightSet.part`."""
-        names, self._taken = self.weight_set.part(version)
+        names, self._closed = self.weight_set.part(version)
         return [Part(names, self._failed)]
 
-    async def hold(self, version: int) -> None:
-        """Keeps what was taken last, which is of this version, for `held`."""
-        self._held, self._taken = (version, self._taken), {}
+    async def keep(self, version: int) -> None:
+        """Keeps the set that was closed last, which is of this version, for `kept`."""
+        self._kept, self._closed = (version, self._closed), {}
 
     async def send(self, version: int, targets: Sequence[Target]) -> Sequence[Part]:
-        """Sends what is kept. Raises as `held`."""
-        for bucket in await self.held(version, targets):
+        """Sends what is kept. Raises as `kept`."""
+        for bucket in await self.kept(version, targets):
             await self.send_bucket(bucket, targets)
         return [Part(failed=self._failed)]
 
-    async def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
+    async def kept(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
         """Returns what is kept, in buckets, to `send_bucket` to these servers, whose updates are open. A set that is
         open is forgotten.
 
@@ -212,16 +212,16 @@ class Sender:
         """
         self.weight_set.drop()
         self._failed = {}
-        held_version, tensors = self._held
-        if held_version != version:
+        kept_version, tensors = self._kept
+        if kept_version != version:
             raise WeightSyncError(
                 "weight update: what a sender keeps for late servers",
-                seen=f"version {held_version}",
+                seen=f"version {kept_version}",
                 expected=f"version {version}",
                 remedy="resume the run from its last checkpoint",
             )
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        if len(kept) < len(tensors):
+        copies = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if len(copies) < len(tensors):
             raise WeightSyncError(
                 "weight update: no copy of the weights is kept",
                 seen="a server that needs all weights again",
@@ -230,7 +230,7 @@ class Sender:
             )
         self._open(targets)
         self._num_sent = 0
-        return list(buckets(kept.items(), self.bucket_bytes))
+        return list(buckets(copies.items(), self.bucket_bytes))
 
     def failed(self) -> dict[str, str]:
         """Returns the servers that have failed since the last call, by key, and why."""

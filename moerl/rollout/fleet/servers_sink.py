@@ -48,21 +48,21 @@ class ServersSink:
 
     def end_update(self) -> None:
         """Closes the part. Raises as `WeightSet.part`."""
-        self._run(self._sender.take(self._version))
+        self._run(self._sender.close_set(self._version))
 
     def abandon_update(self) -> None:
         """Does nothing: the engine has the version before sent again."""
 
-    def hold(self, version: int) -> None:
-        """Keeps the set that was taken last, which is of this version, for `held`."""
-        self._run(self._sender.hold(version))
+    def keep(self, version: int) -> None:
+        """Keeps the set that was closed last, which is of this version, for `kept`."""
+        self._run(self._sender.keep(version))
 
-    def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
-        """Returns what is kept, in buckets, to `resend` to these servers. Raises as `Sender.held`."""
-        return self._run(self._sender.held(version, targets))
+    def kept(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
+        """Returns what is kept, in buckets, to `resend` to these servers. Raises as `Sender.kept`."""
+        return self._run(self._sender.kept(version, targets))
 
     def resend(self, bucket: Bucket, targets: Sequence[Target]) -> None:
-        """Sends a bucket of `held` to these servers."""
+        """Sends a bucket of `kept` to these servers."""
         self._run(self._sender.send_bucket(bucket, targets))
 
     def failed(self) -> dict[str, str]:

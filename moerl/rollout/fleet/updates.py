@@ -98,10 +98,10 @@ class Updates:
         """
         update = require_open(self.update)
         version = update.version
-        parts = await self._senders.take(version)
+        parts = await self._senders.close_set(version)
         self._drop_failed(parts)
         require_whole(update, [part.names for part in parts])
-        await self._senders.hold(version)
+        await self._senders.keep(version)
         await self._on_all(lambda server: server.end_update(version))
         self.held, self._holders = version, self._senders
         self._names = update.tensors.keys() - self._tied

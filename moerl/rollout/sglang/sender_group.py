@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
     _world,  # pyright: ignore[reportPrivateUsage]
 )
 
-from moerl.processes.loop_thread import in_thread, run_beside
+from moerl.processes.loop_thread import in_thread, run_in_daemon
 from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 
 _POLL_SECONDS = 5e-4
@@ -137,7 +137,7 @@ class SenderGroup:
         group, self._group = self._group, None
         if group is not None:
             # With NCCL, what is under way never ends: nobody waits here.
-            run_beside(partial(dist.destroy_process_group, group))
+            run_in_daemon(partial(dist.destroy_process_group, group))
 
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:

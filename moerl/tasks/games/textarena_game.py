@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from moerl.contract.demands import is_finite, is_number
+from moerl.contract.requirements import is_finite, is_number
 from moerl.errors import ConfigError, EpisodeError
 
 _RANDOM = threading.Lock()

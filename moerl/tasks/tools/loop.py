@@ -149,7 +149,7 @@ class _ToolBox:
                 raise text
             results.append({"role": "tool", "name": call.name, "content": text})
         results += [{"role": "tool", "content": self._failed(_BROKEN)} for _ in range(num_broken)]
-        # Some templates demand ids of nine letters and digits.
+        # Some templates require ids of nine letters and digits.
         return [{**each, "tool_call_id": f"call{first + i:05d}"} for i, each in enumerate(results)]
 
     async def _result(self, number: int, call: ToolCall) -> str:

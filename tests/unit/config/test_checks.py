@@ -232,7 +232,7 @@ def test_limits_of_the_queue_with_which_no_batch_is_ever_full_are_refused(overri
 def test_sampling_ahead_needs_an_engine_beside_the_trainer_and_a_window_needs_sampling_ahead() -> None:
     assert error("buffer.max_staleness=1").startswith("buffer.max_staleness: the engine and the trainer take turns")
     assert error("buffer.window=2").startswith("buffer.window: nothing can pass a slow group")
-    for engine in ("rollout.placement=beside", "rollout=sglang"):
+    for engine in ("rollout.placement=process", "rollout=sglang"):
         config = load_config(["buffer.max_staleness=1", "buffer.window=5", engine], command="train")
         assert (config.buffer.max_staleness, config.buffer.window) == (1, 5)
 

@@ -66,7 +66,7 @@ def test_longer_responses_and_more_of_them_need_more() -> None:
 
 @pytest.mark.parametrize("where", ["8 bits", "another node"])
 def test_an_engine_that_is_not_on_the_device_of_a_rank_needs_nothing_of_it(where: str) -> None:
-    config = config_of("rollout.dtype=float8") if where == "8 bits" else config_of("rollout.placement=beside")
+    config = config_of("rollout.dtype=float8") if where == "8 bits" else config_of("rollout.placement=process")
     if where == "another node":
         config = config.model_copy(update={"launch": LaunchConfig(on="ray", address=None)})
     assert of_engine(config, on_ray=where == "another node") == {}

@@ -49,7 +49,7 @@ def test_the_laptop_recipe_is_what_runs_when_nothing_is_said():
 
 
 def test_the_demo_is_the_laptop_recipe_shorter_and_sampled_ahead():
-    changes = ["num_threads=2", "rollout.placement=beside", "buffer.max_staleness=1", "optimizer.lr=1e-4"]
+    changes = ["num_threads=2", "rollout.placement=process", "buffer.max_staleness=1", "optimizer.lr=1e-4"]
     shorter = ["sft.steps=320", "sft.num_examples=20480", "rl.steps=40"]
     same = load("recipe=laptop", "run_dir=x", *changes, *shorter).model_copy(update={"recipe": "demo"})
     assert load("recipe=demo", "run_dir=x") == same

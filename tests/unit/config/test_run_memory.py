@@ -68,7 +68,7 @@ def test_state_and_share_of_a_colocated_server_must_fit_one_gpu_together(tmp_pat
     problem = gpu_problem(tight, H100S)
     assert problem is not None
     assert problem.what.startswith("rollout.memory_share: a server's share and the trainer's state")
-    assert "rollout.placement=apart" in problem.remedy
+    assert "rollout.placement=disaggregated" in problem.remedy
 
 
 def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def served() -> SGLangRolloutConfig:
 
 
 def rollout(served: SGLangRolloutConfig, servers: int, tensor: int, *, colocated: bool) -> SGLangRolloutConfig:
-    placement = "colocated" if colocated else "apart"
+    placement = "colocated" if colocated else "disaggregated"
     return served.model_copy(update={"servers": servers, "tensor": tensor, "placement": placement})
 
 

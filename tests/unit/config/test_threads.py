@@ -7,7 +7,7 @@ import pytest
 from moerl.config.load import load_config
 from moerl.config.ranks import RankConfig, engine_threads, rank_threads
 
-BESIDE, TWO = "rollout.placement=beside", "parallel.expert=2"
+BESIDE, TWO = "rollout.placement=process", "parallel.expert=2"
 
 
 def config_of(*keys: str) -> RankConfig:

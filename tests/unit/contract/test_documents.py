@@ -12,10 +12,10 @@ from factories import FULL, SPEC, make_trajectory
 from moerl.batching.packing import PackOptions, pack_text_for_ranks
 from moerl.contract.batch import TextSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
-from moerl.contract.demands import MAX_NAMES, MAX_TEXT_BYTES
 from moerl.contract.documents import MAX_DEPTH, check_document
 from moerl.contract.frame import FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import MAX_NAMES, MAX_TEXT_BYTES
 from moerl.contract.trajectory import Lineage, ModelSpec
 from moerl.contract.wire import decode_records, decode_trajectories, encode_trajectories
 from moerl.errors import ContractError

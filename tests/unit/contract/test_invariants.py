@@ -9,9 +9,9 @@ import pytest
 from factories import FULL, GREEDY, NUCLEUS, SPEC, make_trajectory, trajectories, values_of
 from hypothesis import given, settings
 
-from moerl.contract.demands import MAX_NAMES, MAX_TEXT_BYTES
 from moerl.contract.invariants import check_trajectory
 from moerl.contract.reasons import Reason
+from moerl.contract.requirements import MAX_NAMES, MAX_TEXT_BYTES
 from moerl.contract.trajectory import KeptSets, Lineage, ModelSpec, SamplingParams, Trajectory, Turn, TurnKind
 from moerl.errors import ContractError
 

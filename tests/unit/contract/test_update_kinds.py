@@ -1,18 +1,18 @@
-"""The demands of each kind of update on an engine."""
+"""The requirements of each kind of update on an engine."""
 
 from __future__ import annotations
 
 import pytest
 
-from moerl.contract.weight_update import DEMANDS, UpdateKind, WeightUpdate, check_update
+from moerl.contract.weight_update import REQUIREMENTS, UpdateKind, WeightUpdate, check_update
 from moerl.errors import WeightSyncError
 
 HELD = {"a": (2, 3), "b": (4,)}
 TIED = {"head": "a"}
 
 
-def test_every_kind_has_its_demand():
-    assert DEMANDS.keys() == set(UpdateKind)
+def test_every_kind_has_its_requirement():
+    assert REQUIREMENTS.keys() == set(UpdateKind)
 
 
 @pytest.mark.parametrize("changes", [{}, {"head": (2, 3)}], ids=["plain", "with a tied name"])

@@ -342,13 +342,13 @@ def test_an_endpoint_gives_its_key_to_environments_and_not_to_messages():
     assert "secret" not in repr(endpoint)
 
 
-def test_a_session_that_is_used_beside_its_door_is_refused():
+def test_a_session_that_is_used_without_its_door_is_refused():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         await session.sample()
         answer = await ask(endpoint, [QUESTION])
         assert answer.status_code == 400
-        assert "used beside its door" in answer.json()["error"]["message"]
-        with pytest.raises(EpisodeError, match="used beside its door"):
+        assert "used without its door" in answer.json()["error"]["message"]
+        with pytest.raises(EpisodeError, match="used without its door"):
             async with session.serve(PROMPT):
                 pass
 

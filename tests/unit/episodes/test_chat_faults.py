@@ -122,6 +122,6 @@ def test_tokens_that_come_while_a_template_is_rendered_are_refused():
         go_on.set()
         answer = await late
         assert answer.status_code == 400
-        assert "used beside its conversation" in answer.json()["error"]["message"]
+        assert "used without its conversation" in answer.json()["error"]["message"]
 
     assert len(texts(played(agent, says("four", "five"), render=slow))) == 1

@@ -123,7 +123,7 @@ def test_messages_and_ids_do_not_mix_in_one_session():
     async def agent(endpoint: AgentEndpoint, session: Session) -> None:
         first = await message(endpoint, [QUESTION])
         await sampled(endpoint, [*PROMPT, *encode("four"), END, *MORE])
-        with pytest.raises(AssertionError, match="used beside its door"):
+        with pytest.raises(AssertionError, match="used without its door"):
             await message(endpoint, [QUESTION, first, {"role": "user", "content": "and two?"}])
 
     assert len(texts(played(agent, says("four", "five")))) == 1

@@ -132,8 +132,8 @@ def test_a_run_of_episodes_has_its_turns_and_the_time_of_their_environments(
 @pytest.mark.parametrize(
     ("overrides", "options", "seen"),
     [
-        (["buffer.max_staleness=1", "rollout.placement=beside"], {}, "buffer.max_staleness 1"),
-        (["rollout.placement=beside"], {}, "rollout.placement beside"),
+        (["buffer.max_staleness=1", "rollout.placement=process"], {}, "buffer.max_staleness 1"),
+        (["rollout.placement=process"], {}, "rollout.placement process"),
         (["rollout.max_running=64"], {}, "rollout.max_running 64"),
         ([], {"steps": 12}, "12 steps, 1 dumps"),
         ([], {"response/length_max": None}, "steps without response/length_max"),
@@ -245,13 +245,13 @@ def test_the_compressed_cache_of_latent_attention_is_read_as_it_is(tmp_path: Pat
 def test_colocated_servers_have_one_row_as_nothing_runs_ahead(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["recipe=laptop", "rollout=sglang", "rollout.memory_share=0.4"]
     workload, bandwidths = Workload(40, 20), Bandwidths(1e9, 1e9)
-    for placement, staleness in (("colocated", {"0"}), ("apart", {"0", "1", "2", "4", "8"})):
+    for placement, staleness in (("colocated", {"0"}), ("disaggregated", {"0", "1", "2", "4", "8"})):
         config = load_plan([*keys, f"rollout.placement={placement}"])
         plan_run(config, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths)
         text = capsys.readouterr().out
         rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) +\d+ ", line)]
         assert {row[0] for row in rows} == staleness
-        assert ("more staleness needs rollout.placement=apart" in text) == (placement == "colocated")
+        assert ("more staleness needs rollout.placement=disaggregated" in text) == (placement == "colocated")
 
 
 @pytest.mark.parametrize("name", ["tool-seconds", "tool-tokens"])

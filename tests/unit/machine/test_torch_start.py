@@ -18,7 +18,7 @@ from moerl.machine.torch_start import TF32, before_cuda, before_torch, has_tf32,
 
 ROOT = Path(__file__).parents[3]
 WITH_TORCH = {
-    *("moerl.__main__", "moerl.ranks.process", "moerl.rollout.beside.process", "moerl.rollout.scoring_process")
+    *("moerl.__main__", "moerl.ranks.process", "moerl.rollout.engine_process.process", "moerl.rollout.scoring_process")
 }
 WITHOUT_TORCH = {
     *("moerl.launch.slurm.attempts", "moerl.launch.slurm.sweeps", "moerl.ranks.on_ray.nodes"),

@@ -14,7 +14,7 @@ from planted_faults import sample, write_moe
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
 from moerl.offline import rescoring
-from moerl.offline.rescoring import HeldModels, TransformersScorer
+from moerl.offline.rescoring import LoadedModels, TransformersScorer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def scorers(folders: list[Path], most: int) -> list[TransformersScorer]:
-    held = HeldModels(torch.bfloat16, CPU, CPU, most)
+    held = LoadedModels(torch.bfloat16, CPU, CPU, most)
     models = [read_model(folder) for folder in folders]
     return [TransformersScorer(held, each, dtype=torch.bfloat16, name="", version=None) for each in models]
 
@@ -62,7 +62,7 @@ def test_no_more_models_are_in_memory_than_fit_and_each_scores_as_if_all_were(
 def test_the_progress_of_a_call_is_told_after_every_pass(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescoring, "PASS_ROWS", 50)
     told: list[tuple[int, int, int]] = []
-    held = HeldModels(torch.bfloat16, CPU, CPU, told=lambda *numbers: told.append(numbers))
+    held = LoadedModels(torch.bfloat16, CPU, CPU, progress=lambda *numbers: told.append(numbers))
     rollouts = sample(folders[0], num_groups=2)
     scorer = TransformersScorer(held, read_model(folders[0]), dtype=torch.bfloat16, name="", version=None)
     scorer.score(rollouts, Question())

@@ -15,7 +15,7 @@ from moerl.orchestration import engines
 from moerl.orchestration.engines import begun_early
 from moerl.rollout import factory
 
-BESIDE = ("recipe=tiny", "rollout.placement=beside")
+BESIDE = ("recipe=tiny", "rollout.placement=process")
 
 
 class FakeProcess:
@@ -69,7 +69,7 @@ class Engine:
     is_on_device = False
 
 
-@pytest.mark.parametrize("placement", ["inside", "beside"])
+@pytest.mark.parametrize("placement", ["controller", "process"])
 def test_an_engine_has_the_room_that_its_memory_is_planned_with(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_an_engine_has_the_room_that_its_memory_is_planned_with(
         return Engine()
 
     monkeypatch.setattr(factory, "embedded_engine", inside)
-    monkeypatch.setattr(factory, "engine_beside", beside)
+    monkeypatch.setattr(factory, "engine_in_process", beside)
     monkeypatch.setattr(engines, "check_weights", lambda folder: None)
     overrides = ["recipe=laptop", f"rollout.placement={placement}", "rollout.max_new_tokens=200", f"run_dir={tmp_path}"]
     config = load_config(overrides, command="train")

@@ -151,9 +151,9 @@ def test_an_error_of_a_thread_neither_ends_nor_cancels_who_waits_for_it(
 LEAVES = """
 from datetime import timedelta
 import torch.distributed as dist
-from moerl.processes.loop_thread import run_beside
+from moerl.processes.loop_thread import run_in_daemon
 
-run_beside(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.3)))
+run_in_daemon(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.3)))
 raise SystemExit(75)
 """
 """The wait of a store is C++ without the interpreter, as the end of a process group is."""
@@ -166,9 +166,9 @@ def test_a_thread_that_comes_back_from_cpp_at_the_end_leaves_the_exit_status_as_
 
 HANGS = """
 import time
-from moerl.processes.loop_thread import run_beside
+from moerl.processes.loop_thread import run_in_daemon
 
-run_beside(lambda: time.sleep(3600))
+run_in_daemon(lambda: time.sleep(3600))
 """
 
 
@@ -191,5 +191,5 @@ def foreign_targets(file: Path) -> list[int]:
 
 def test_daemon_threads_of_others_code_are_waited_for_at_the_end() -> None:
     found = {file.name: lines for file in (ROOT / "moerl").rglob("*.py") if (lines := foreign_targets(file))}
-    assert list(found) == ["loop_thread.py"], "use run_beside"
+    assert list(found) == ["loop_thread.py"], "use run_in_daemon"
     assert len(found["loop_thread.py"]) == 1

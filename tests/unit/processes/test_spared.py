@@ -26,8 +26,8 @@ from moerl.processes.guard import HANDED_ON
 from moerl.processes.host import PIPE, end_guarded, run_command, start_guarded, start_spared
 from moerl.processes.spared import STOP_SIGNALS
 from moerl.ranks.away import PROGRAM
-from moerl.rollout.beside.local import LocalProcess, dismiss
-from moerl.rollout.beside.messages import CloseEngine, encode
+from moerl.rollout.engine_process.local import LocalProcess, dismiss
+from moerl.rollout.engine_process.messages import CloseEngine, encode
 from moerl.rollout.sglang import server as sglang
 from moerl.rollout.sglang.install import site_packages
 from moerl.scorers.model import ModelScorer
@@ -137,7 +137,7 @@ def test_every_kind_of_child_has_its_test() -> None:
     assert {*tests} <= globals().keys()
     # Each program of a `Child` is one of these.
     programs = {
-        *("orchestration/templates.py", "ranks/away.py", "rollout/beside/local.py", "scorers/model.py"),
+        *("orchestration/templates.py", "ranks/away.py", "rollout/engine_process/local.py", "scorers/model.py"),
         "telemetry/trackers/sink.py",
     }
     assert places_of({"moerl.processes.child.module_program"}) == programs

@@ -17,8 +17,8 @@ from moerl.ranks import placement
         ([], "InProcess"),
         (["parallel.expert=2"], "Processes"),
         # The controller collects answers while the rank trains.
-        (["rollout.placement=beside", "buffer.max_staleness=1"], "Processes"),
-        (["rollout.placement=beside"], "InProcess"),
+        (["rollout.placement=process", "buffer.max_staleness=1"], "Processes"),
+        (["rollout.placement=process"], "InProcess"),
     ],
     ids=["one rank", "two ranks", "one that trains while others are sampled", "one that takes turns"],
 )

@@ -13,14 +13,14 @@ import pytest
 import torch
 from waiting import eventually
 
-from moerl.contract.commands import AnyCommand, Build, Close, Hold, Publish, Reply, UseOfDevice
+from moerl.contract.commands import AnyCommand, Build, Close, KeepWeights, Publish, Reply, UseOfDevice
 from moerl.contract.weight_update import UpdateKind, WeightUpdate
 from moerl.errors import EngineError, TrainerError, WeightSyncError
 from moerl.ranks import updates
 from moerl.ranks.group import TrainerGroup
 from moerl.ranks.senders import RanksInTurn
 from moerl.ranks.updates import LedUpdates
-from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.engine_process.engine import ProcessEngine
 
 DTYPES = {"a": "bfloat16", "b": "float32"}
 SHAPES = {"a": (1,), "b": (1,)}
@@ -65,7 +65,7 @@ class Engine:
         self.calls.append("abandon")
 
 
-class Beside(Engine, BesideEngine):
+class Beside(Engine, ProcessEngine):
     """Stands in for an engine in a process of its own."""
 
     receiver = None  # pyright: ignore[reportAssignmentType]
@@ -152,7 +152,7 @@ def test_the_controller_begins_an_update_has_ranks_publish_and_ends_and_checks_i
     lead: Lead, engine: Engine, ranks: FakeRanks, calls: list[Any]
 ):
     taken: list[Exception | None] = []
-    finish = lead(engine).publish(3, verify=True, taken=taken.append)
+    finish = lead(engine).publish(3, verify=True, done=taken.append)
     assert calls == ["held_dtypes", ("begin", 3), "publish"]
     assert ranks.told == [Publish(3, UpdateKind.FULL, DTYPES)]
     assert taken == []
@@ -170,14 +170,14 @@ def test_an_update_lists_the_tensors_that_the_first_rank_reported_when_the_stage
     trainer.build("rl", tmp_path, fleet_fake.SPEC, cast(Any, engine))
     begun: list[WeightUpdate] = []
     engine.begin_update = lambda update: begun.append(update)
-    trainer.publish(3, verify=False, taken=lambda problem: None)()
+    trainer.publish(3, verify=False, done=lambda problem: None)()
     assert begun == [WeightUpdate(3, UpdateKind.FULL, SHAPES)]
 
 
 def test_an_update_that_is_not_checked_asks_for_no_checksums(
     lead: Lead, engine: Engine, ranks: FakeRanks, calls: list[Any]
 ):
-    metrics = lead(engine).publish(3, verify=False, taken=lambda problem: None)()
+    metrics = lead(engine).publish(3, verify=False, done=lambda problem: None)()
     assert calls == [("begin", 3), "publish", "end"]
     assert ranks.told == [Publish(3, UpdateKind.FULL, None)]
     assert metrics["weights/check_seconds"] == 0.0
@@ -193,7 +193,7 @@ def test_an_engine_takes_a_version_from_the_disk_once_all_ranks_have_written_it(
         return [[("a", torch.ones(1))], [("b", torch.ones(1))]]
 
     monkeypatch.setattr(updates, "read_buckets", read_buckets)
-    lead(engine, transport="disk").publish(3, verify=True, taken=lambda problem: None)()
+    lead(engine, transport="disk").publish(3, verify=True, done=lambda problem: None)()
     both = [("receive", ["a"]), ("receive", ["b"])]
     assert calls == ["held_dtypes", "publish", ("begin", 3), *both, "end", ("verify", {"a": 1, "b": 2})]
     assert read == [(tmp_path / "weights", WeightUpdate(3, UpdateKind.FULL, SHAPES))]
@@ -203,7 +203,7 @@ def test_ranks_that_fail_leave_the_engine_with_the_version_it_had(
     lead: Lead, engine: Engine, ranks: FakeRanks, calls: list[Any]
 ):
     ranks.problem = WeightSyncError("a rank is gone")
-    finish = lead(engine).publish(3, verify=True, taken=refuse)
+    finish = lead(engine).publish(3, verify=True, done=refuse)
     with pytest.raises(WeightSyncError, match="a rank is gone"):
         finish()
     eventually(lambda: calls[3:] == ["abandon"])
@@ -223,7 +223,7 @@ def test_an_engine_that_fails_is_named_with_the_call_and_no_step_follows(
 ):
     engine.at, engine.problem = at, ZeroDivisionError("of the engine")
     with pytest.raises(WeightSyncError, match=f"the engine failed in {at}.*ZeroDivisionError: of the engine"):
-        lead(engine).publish(3, verify=True, taken=refuse)()
+        lead(engine).publish(3, verify=True, done=refuse)()
     eventually(lambda: calls == [*before, "abandon"])
 
 
@@ -235,7 +235,7 @@ def test_what_an_engine_says_of_itself_is_noted_when_ranks_fail(lead: Lead, engi
 
     engine.abandon_update = abandon
     with pytest.raises(WeightSyncError, match="a bucket was not taken") as error:
-        lead(engine).publish(3, verify=True, taken=refuse)()
+        lead(engine).publish(3, verify=True, done=refuse)()
     assert error.value.__notes__ == ["and the process was killed"]
 
 
@@ -246,14 +246,14 @@ def test_an_engine_that_does_not_come_back_is_named_and_the_next_update_begins_o
     led = lead(engine, step_seconds=0.1)
     engine.at = "end"
     with pytest.raises(WeightSyncError, match="the engine has not come back from end_update"):
-        led.publish(3, verify=False, taken=refuse)()
+        led.publish(3, verify=False, done=refuse)()
     with pytest.raises(WeightSyncError, match=r"begin_update\(4\).*busy with end_update"):
-        led.publish(4, verify=False, taken=refuse)
+        led.publish(4, verify=False, done=refuse)
     engine.at = ""
     engine.go_on.set()
     eventually(lambda: calls[-1] == "abandon")
     led._thread.step_seconds = 20.0
-    led.publish(5, verify=False, taken=lambda problem: None)()
+    led.publish(5, verify=False, done=lambda problem: None)()
     assert calls[-3:] == [("begin", 5), "publish", "end"]
 
 
@@ -263,7 +263,7 @@ def test_an_engine_in_a_process_of_its_own_ends_an_update_while_ranks_go_on(
     ranks.is_here, engine, taken = False, Beside(calls), list[Exception | None]()
     led = lead(engine)
     engine.at = "end"
-    metrics = led.publish(3, verify=True, taken=taken.append)()
+    metrics = led.publish(3, verify=True, done=taken.append)()
     assert metrics["weights/check_seconds"] == 0.0
     eventually(lambda: calls[-1] == "end")
     assert taken == []
@@ -275,7 +275,7 @@ def test_an_engine_in_a_process_of_its_own_ends_an_update_while_ranks_go_on(
 def test_what_goes_wrong_while_ranks_go_on_is_given_to_the_loop(lead: Lead, ranks: FakeRanks, calls: list[Any]):
     ranks.is_here, engine, taken = False, Beside(calls), list[Exception | None]()
     engine.at, engine.problem = "verify", WeightSyncError("it differs")
-    lead(engine).publish(3, verify=True, taken=taken.append)()
+    lead(engine).publish(3, verify=True, done=taken.append)()
     eventually(lambda: taken == [engine.problem])
 
 
@@ -298,7 +298,7 @@ def test_another_thread_waits_until_the_loop_has_its_replies(ranks: FakeRanks, c
     in_turn, done = RanksInTurn(cast(Any, ranks)), threading.Event()
 
     def aside() -> None:
-        in_turn.ask_aside(Hold(3))
+        in_turn.ask_aside(KeepWeights(3))
         done.set()
 
     in_turn.tell(Publish(3, UpdateKind.FULL, None))
@@ -308,7 +308,7 @@ def test_another_thread_waits_until_the_loop_has_its_replies(ranks: FakeRanks, c
     assert calls == ["publish"]
     in_turn.replies()
     thread.join(20.0)
-    assert calls == ["publish", "hold"]
+    assert calls == ["publish", "keepweights"]
     in_turn.close()
 
 
@@ -316,17 +316,17 @@ def test_a_command_that_was_told_and_not_heard_is_ended_by_the_next_one(ranks: F
     in_turn = RanksInTurn(cast(Any, ranks))
     in_turn.tell(Publish(3, UpdateKind.FULL, None))
     in_turn.ask(UseOfDevice())
-    thread = threading.Thread(target=in_turn.ask_aside, args=(Hold(3),))
+    thread = threading.Thread(target=in_turn.ask_aside, args=(KeepWeights(3),))
     thread.start()
     thread.join(20.0)
-    assert calls == ["publish", "useofdevice", "hold"]
+    assert calls == ["publish", "useofdevice", "keepweights"]
 
 
 def test_ranks_that_are_lost_in_another_thread_are_the_error_of_the_loops_next_command(ranks: FakeRanks):
     in_turn = RanksInTurn(cast(Any, ranks))
     ranks.problem = TrainerError("rank 1 was lost", seen="killed")
     with pytest.raises(WeightSyncError, match="rank 1 was lost; seen: killed"):
-        in_turn.ask_aside(Hold(3))
+        in_turn.ask_aside(KeepWeights(3))
     with pytest.raises(TrainerError, match="rank 1 was lost"):
         in_turn.ask(UseOfDevice())
 
@@ -335,9 +335,9 @@ def test_ranks_that_refuse_another_threads_command_go_on(ranks: FakeRanks, calls
     in_turn = RanksInTurn(cast(Any, ranks))
     ranks.problem = WeightSyncError("no copy is kept")
     with pytest.raises(WeightSyncError, match="no copy is kept"):
-        in_turn.ask_aside(Hold(3))
+        in_turn.ask_aside(KeepWeights(3))
     in_turn.ask(Close())
-    assert calls == ["hold", "close"]
+    assert calls == ["keepweights", "close"]
 
 
 def test_ranks_are_closed_although_another_thread_waits_for_them(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch):

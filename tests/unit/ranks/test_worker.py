@@ -13,7 +13,7 @@ from factories import SPEC
 
 from moerl.config.load import load_config
 from moerl.config.ranks import RankConfig
-from moerl.contract.commands import AnyCommand, Build, Hold, Publish, Reply
+from moerl.contract.commands import AnyCommand, Build, KeepWeights, Publish, Reply
 from moerl.contract.trainer import Stage
 from moerl.contract.weight_update import UpdateKind
 from moerl.errors import ConfigError
@@ -37,7 +37,7 @@ def test_a_rank_leaves_threads_to_the_engine_beside_it_once_that_samples(
     stage: Stage, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ):
     monkeypatch.setattr("moerl.ranks.worker.Saver", lambda store: None)
-    keys = ["recipe=tiny", "rollout.placement=beside", "num_threads=4", f"run_dir='{tmp_path}'"]
+    keys = ["recipe=tiny", "rollout.placement=process", "num_threads=4", f"run_dir='{tmp_path}'"]
     worker = Worker(RankConfig.of(load_config(keys, command="train")), cast(Any, None), lambda done, total: None)
     with pytest.raises(ConfigError, match=r"config\.json"):
         worker.run(Build(stage, str(tmp_path / "model"), SPEC))
@@ -76,5 +76,5 @@ def test_models_rest_between_their_last_bucket_and_the_reply_after_which_servers
     worker._policy, worker._reference = cast(Any, models)
     assert worker.run(Publish(3, UpdateKind.FULL, None)) is sent
     assert calls == ["publish", *(["trainer rests", "reference rests"] if sleeps else [])]
-    worker.run(Hold(3))
-    assert calls[-1] == "hold"
+    worker.run(KeepWeights(3))
+    assert calls[-1] == "keep"

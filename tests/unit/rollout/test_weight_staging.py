@@ -62,10 +62,10 @@ def test_tensors_are_cast_to_the_dtype_of_the_model(make_model, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_kind_that_demands_some_tensors_leaves_the_others_as_they_are(
+def test_a_kind_that_requires_some_tensors_leaves_the_others_as_they_are(
     make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ):
-    monkeypatch.setitem(weight_update.DEMANDS, UpdateKind.FULL, lambda listed, held, tied: iter(()))
+    monkeypatch.setitem(weight_update.REQUIREMENTS, UpdateKind.FULL, lambda listed, held, tied: iter(()))
     source, target = make_model(seed=1, dtype=dtype), make_model(seed=2, dtype=dtype)
     target.float()  # numbers of the narrower type, computed with in a wider one
     expected = _state(target)

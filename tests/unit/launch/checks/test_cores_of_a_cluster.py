@@ -27,7 +27,7 @@ def facts(*keys: str, cores: int, door: Door = "dry run") -> Facts:
         (("num_threads=4",), 4),
         (SERVERS, 4),
         ((*SERVERS, "rollout.placement=colocated", "rollout.memory_share=0.4"), 2),
-        (("rollout.placement=beside", "buffer.max_staleness=1", "num_threads=4"), 8),
+        (("rollout.placement=process", "buffer.max_staleness=1", "num_threads=4"), 8),
     ],
 )
 def test_a_job_with_a_core_too_few_is_refused_with_the_number(keys: tuple[str, ...], asked: int) -> None:

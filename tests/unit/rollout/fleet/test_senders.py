@@ -13,7 +13,7 @@ from full_updates import full
 from torch import Tensor
 from waiting import eventually
 
-from moerl.contract.commands import AnyCommand, Hold, Reply, Resend
+from moerl.contract.commands import AnyCommand, KeepWeights, Reply, Resend
 from moerl.errors import TrainerError, WeightSyncError, undoing
 from moerl.kernels.checksum import checksums
 from moerl.ranks.senders import RankSenders, RanksInTurn
@@ -57,10 +57,10 @@ class FakeRanks:
         if self.lost is not None:
             raise self.lost
         for sink in self.sinks:
-            if isinstance(command, Hold):
-                sink.hold(command.version)
+            if isinstance(command, KeepWeights):
+                sink.keep(command.version)
             elif isinstance(command, Resend):
-                for bucket in sink.held(command.version, command.targets):
+                for bucket in sink.kept(command.version, command.targets):
                     sink.resend(bucket, command.targets)
         return [Reply(failed=sink.failed()) for sink in self.sinks]
 

@@ -13,9 +13,9 @@ from full_updates import full
 from moerl.contract.weight_update import WeightUpdate
 from moerl.errors import WeightSyncError
 from moerl.processes.channel import receive, send
-from moerl.rollout.beside import served
-from moerl.rollout.beside.messages import Update, decode_for_controller, encode
-from moerl.rollout.beside.served import OpenUpdate
+from moerl.rollout.engine_process import served
+from moerl.rollout.engine_process.messages import Update, decode_for_controller, encode
+from moerl.rollout.engine_process.served import OpenUpdate
 
 
 class Engine:

@@ -20,10 +20,10 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.beside.engine import BesideEngine
-from moerl.rollout.beside.local import LocalProcess, dismiss
-from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.engine_process.engine import ProcessEngine
+from moerl.rollout.engine_process.local import LocalProcess, dismiss
+from moerl.rollout.engine_process.messages import StartEngine
 from moerl.rollout.pushed import PushingSink
 
 SUBJECT = ENGINES["beside"]
@@ -33,13 +33,13 @@ def start_of(folder: Path) -> StartEngine:
     return StartEngine(str(folder), "float32", SUBJECT.spec, max_running=16, num_threads=1, version=0)
 
 
-def open_engine(place: Path, model: str = "model") -> BesideEngine:
+def open_engine(place: Path, model: str = "model") -> ProcessEngine:
     SUBJECT.model(0).save_pretrained(place / "model")
-    return BesideEngine(start_of(place / model), LocalProcess(place / "log"))
+    return ProcessEngine(start_of(place / model), LocalProcess(place / "log"))
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BesideEngine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessEngine]:
     opened = open_engine(tmp_path_factory.mktemp("beside"))
     yield opened
     opened.close()
@@ -57,7 +57,7 @@ def long_requests(count: int, prefix: str = "long") -> list[RolloutRequest]:
     ]
 
 
-def send_weights(engine: BesideEngine, seed: int, version: int) -> dict[str, int]:
+def send_weights(engine: ProcessEngine, seed: int, version: int) -> dict[str, int]:
     tensors = {name: tensor for name, tensor in checkpoint(SUBJECT.model(seed)) if name not in TIED}
     send(engine, version, tensors)
     return checksums(tensors.items())
@@ -72,7 +72,7 @@ def same(left: Trajectory, right: Trajectory) -> bool:
     )
 
 
-def test_it_samples_what_the_engine_inside_samples(engine: BesideEngine, inside: EmbeddedEngine) -> None:
+def test_it_samples_what_the_engine_inside_samples(engine: ProcessEngine, inside: EmbeddedEngine) -> None:
     send_weights(engine, 0, 0)
     requests = make_requests(20)
     found, expected = collect(engine, requests), collect(inside, requests)
@@ -81,7 +81,7 @@ def test_it_samples_what_the_engine_inside_samples(engine: BesideEngine, inside:
     assert engine.handshake() == inside.handshake()
 
 
-def test_calls_overlap_and_each_has_its_own_records(engine: BesideEngine) -> None:
+def test_calls_overlap_and_each_has_its_own_records(engine: ProcessEngine) -> None:
     first, second = (
         long_requests(6, "first"),
         [replace(r, lineage=replace(r.lineage, rollout_id=f"second{i}")) for i, r in enumerate(make_requests(6))],
@@ -92,7 +92,7 @@ def test_calls_overlap_and_each_has_its_own_records(engine: BesideEngine) -> Non
     assert {record.rollout_id for record in running} == {r.lineage.rollout_id for r in first}
 
 
-def test_weights_are_swapped_in_between_two_tokens_and_every_token_names_its_version(engine: BesideEngine) -> None:
+def test_weights_are_swapped_in_between_two_tokens_and_every_token_names_its_version(engine: ProcessEngine) -> None:
     send_weights(engine, 0, 3)
     found: list[Trajectory] = []
     records = engine.generate(long_requests(8))
@@ -111,7 +111,7 @@ def test_weights_are_swapped_in_between_two_tokens_and_every_token_names_its_ver
 
 
 def test_a_sender_pushes_buckets_while_responses_are_sampled_also_before_the_process_has_begun_the_update(
-    engine: BesideEngine,
+    engine: ProcessEngine,
 ) -> None:
     send_weights(engine, 0, 5)
     tensors = {name: tensor for name, tensor in checkpoint(SUBJECT.model(1)) if name not in TIED}
@@ -139,11 +139,11 @@ def test_a_sender_pushes_buckets_while_responses_are_sampled_also_before_the_pro
     sink.close()
 
 
-def test_the_process_says_how_much_memory_it_took(engine: BesideEngine) -> None:
+def test_the_process_says_how_much_memory_it_took(engine: ProcessEngine) -> None:
     assert 100 << 20 < engine.peak_rss_bytes() < 100 << 30
 
 
-def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: BesideEngine) -> None:
+def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: ProcessEngine) -> None:
     sent = send_weights(engine, 0, 6)
     name = next(iter(sent))
     with pytest.raises(WeightSyncError, match=name):
@@ -154,7 +154,7 @@ def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: 
     assert len(collect(engine, make_requests(2))) == 2
 
 
-def test_an_incomplete_update_is_refused_and_the_old_weights_stay(engine: BesideEngine) -> None:
+def test_an_incomplete_update_is_refused_and_the_old_weights_stay(engine: ProcessEngine) -> None:
     send_weights(engine, 0, 8)
     engine.begin_update(full(9, checkpoint(SUBJECT.model(0))))
     with pytest.raises(WeightSyncError, match="missing"):
@@ -163,7 +163,7 @@ def test_an_incomplete_update_is_refused_and_the_old_weights_stay(engine: Beside
     assert len(collect(engine, make_requests(2))) == 2
 
 
-def test_a_call_that_is_given_up_stops_sampling(engine: BesideEngine) -> None:
+def test_a_call_that_is_given_up_stops_sampling(engine: ProcessEngine) -> None:
     records = engine.generate(long_requests(16, "given-up"))
     next(records)
     records.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -171,7 +171,7 @@ def test_a_call_that_is_given_up_stops_sampling(engine: BesideEngine) -> None:
     assert len(collect(engine, make_requests(4))) == 4
 
 
-def test_an_abort_hits_what_was_asked_for_before_it_and_nothing_later(engine: BesideEngine) -> None:
+def test_an_abort_hits_what_was_asked_for_before_it_and_nothing_later(engine: ProcessEngine) -> None:
     requests = long_requests(24, "aborted")
     names = [request.lineage.rollout_id for request in requests]
     engine.abort(names)
@@ -186,7 +186,7 @@ def test_an_abort_hits_what_was_asked_for_before_it_and_nothing_later(engine: Be
 def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> None:
     SUBJECT.model(0).save_pretrained(tmp_path / "model")
     process = LocalProcess(tmp_path / "log")
-    engine = BesideEngine(start_of(tmp_path / "model"), process)
+    engine = ProcessEngine(start_of(tmp_path / "model"), process)
     records = engine.generate(long_requests(4))
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=rf"process {process.pid}: killed by SIGKILL"):

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from moerl.processes.channel import receive, send
 from moerl.processes.child import Child, describe_output, module_program
-from moerl.rollout.beside.messages import CloseEngine, encode
+from moerl.rollout.engine_process.messages import CloseEngine, encode
 
 CLOSING_SECONDS = 10.0
 
 
 class EngineProcess(Protocol):
-    """The process of an engine, which dies with the controller. Messages: `moerl.rollout.beside.messages`."""
+    """The process of an engine, which dies with the controller. Messages: `moerl.rollout.engine_process.messages`."""
 
     host: str
     """Address at which senders of weights reach the process."""
@@ -51,7 +51,7 @@ class LocalProcess:
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.host, self.is_here = "127.0.0.1", True
-        self._child = Child(module_program("moerl.rollout.beside.process"), log, environment)
+        self._child = Child(module_program("moerl.rollout.engine_process.process"), log, environment)
 
     @property
     def pid(self) -> int:

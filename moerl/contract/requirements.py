@@ -1,4 +1,4 @@
-"""Demands on single values: of exactly the expected type, in range, text that travels.
+"""Requirements on single values: of exactly the expected type, in range, text that travels.
 
 A subclass is refused: it may compare, hash or print as it likes, and no format we write keeps it. For the same reason
 nothing here calls what a value itself defines, not even for a message. Any process.
@@ -62,15 +62,15 @@ def shown(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def demand(holds: object, reason: Reason, field: str, seen: object, expected: object, **others: str) -> None:
-    """Raises `ContractError` unless a demand holds. others: `remedy`, if it is not the usual one."""
+def require(holds: object, reason: Reason, field: str, seen: object, expected: object, **others: str) -> None:
+    """Raises `ContractError` unless a requirement holds. others: `remedy`, if it is not the usual one."""
     if not holds:
         raise ContractError(reason, field=field, seen=seen, expected=expected, **others)
 
 
-def demand_type(value: object, kind: type, name: str) -> None:
+def require_type(value: object, kind: type, name: str) -> None:
     """Raises `wrong_type` for anything but a `kind` itself; a dataclass must have all its fields."""
-    demand(type(value) is kind, Reason.WRONG_TYPE, name, type(value).__name__, kind.__name__)
+    require(type(value) is kind, Reason.WRONG_TYPE, name, type(value).__name__, kind.__name__)
     take_fields = _field_getter(kind)
     if take_fields is None:
         return
@@ -88,22 +88,22 @@ def _field_getter(kind: type) -> Callable[[Any], Any] | None:
     return attrgetter(*(field.name for field in fields(kind))) if is_dataclass(kind) else None
 
 
-def demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
+def require_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
     """Raises `reason` for anything but a Python integer in [low, high]."""
     inside = type(value) is int and low <= value <= high
-    demand(inside, reason, name, shown(value), f"an integer in [{low}, {high}]")
+    require(inside, reason, name, shown(value), f"an integer in [{low}, {high}]")
 
 
-def demand_text(value: object, name: str) -> None:
+def require_text(value: object, name: str) -> None:
     """Raises `wrong_type`, `text_not_utf8` or `text_too_long`."""
-    demand_type(value, str, name)
+    require_type(value, str, name)
     try:
         size = len(str(value).encode())
     except UnicodeEncodeError as error:
         raise ContractError(
             Reason.TEXT_NOT_UTF8, field=name, seen=shown(value), expected="text that UTF-8 can encode"
         ) from error
-    demand(size <= MAX_TEXT_BYTES, Reason.TEXT_TOO_LONG, name, f"{size} bytes", f"at most {MAX_TEXT_BYTES} bytes")
+    require(size <= MAX_TEXT_BYTES, Reason.TEXT_TOO_LONG, name, f"{size} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 
 
 def refuse_where(field: str, values: NDArray[Any], *rules: tuple[NDArray[np.bool_], Reason, str]) -> None:
@@ -122,7 +122,7 @@ def refuse_where(field: str, values: NDArray[Any], *rules: tuple[NDArray[np.bool
         raise ContractError(reason, field=field, seen=seen, expected=expected)
 
 
-def demand_scores(scores: Mapping[str, object], names: Iterable[str]) -> None:
+def require_scores(scores: Mapping[str, object], names: Iterable[str]) -> None:
     """Raises `ContractError` for the first of `names` under which a trajectory has no side scores."""
     for name in names:
         if name not in scores:

@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m moerl.rollout.beside.process SOCKET``, started by `LocalProcess`.
+"""The engine's process: ``python -m moerl.rollout.engine_process.process SOCKET``, started by `LocalProcess`.
 
 SOCKET is the descriptor of the connection to the controller. Ends on `CloseEngine`, or with the controller.
 """
@@ -15,7 +15,7 @@ def main() -> int:
     with connected(sys.argv[1]) as connection:
         before_torch()
         # Takes seconds, in which the controller does other things.
-        from moerl.rollout.beside.served import serve
+        from moerl.rollout.engine_process.served import serve
 
         return serve(connection)
     return 0

@@ -15,7 +15,7 @@ from group_sources import BESIDE, FOLDERS, Gate, answer, group_ids, source, trai
 from waiting import eventually
 
 from moerl.buffer.journal import Journal
-from moerl.contract.ports import Taken
+from moerl.contract.ports import UpdateDone
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import MoerlError, WeightSyncError
 
@@ -48,14 +48,14 @@ def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_a
     groups, _ = source(answer, *BESIDE)
     groups.batch()
     groups.trained()
-    tell = groups.expect()
+    tell = groups.expect_update()
     # The next one is taken, and trained, while engines still take the weights of the first.
     groups.batch()
     assert groups.ledger.issued == 24
     tell(None)
     assert groups.ledger.issued == 36
     groups.trained()
-    groups.expect()(None)
+    groups.expect_update()(None)
     assert groups.ledger.issued == 48
     assert groups.ledger.trained == 24
 
@@ -66,19 +66,19 @@ def test_slots_of_all_steps_since_the_last_update_are_given_back_by_the_next_one
         groups.batch()
         groups.trained()
         assert (groups.ledger.issued, groups.ledger.trained) == (24, 12 * step)
-    groups.expect()(None)
+    groups.expect_update()(None)
     assert groups.ledger.issued == 48
 
 
 def test_no_more_is_asked_for_than_will_be_trained_while_a_batch_is_in_training() -> None:
     groups, _ = source(answer, *BESIDE, "rl.steps=4")
-    tell: Taken = lambda problem: None  # noqa: E731
+    tell: UpdateDone = lambda problem: None  # noqa: E731
     for _ in range(4):
         groups.batch()
         # Engines take the weights of the batch before while this one is trained.
         tell(None)
         groups.trained()
-        tell = groups.expect()
+        tell = groups.expect_update()
     tell(None)
     assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (48, 48, 0)
 
@@ -87,7 +87,7 @@ def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before
     groups, _ = source(answer, *BESIDE)
     groups.batch()
     groups.trained()
-    tell = groups.expect()
+    tell = groups.expect_update()
     groups.batch()
     thread = threading.Thread(target=groups.trained)
     thread.start()
@@ -100,11 +100,11 @@ def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before
 
 
 def test_without_staleness_the_next_step_waits_until_engines_have_the_weights_and_with_it_does_not() -> None:
-    def step(*overrides: str) -> tuple[threading.Thread, Taken]:
+    def step(*overrides: str) -> tuple[threading.Thread, UpdateDone]:
         groups, _ = source(answer, *overrides)
         groups.batch()
         groups.trained()
-        tell = groups.expect()
+        tell = groups.expect_update()
         thread = threading.Thread(target=groups.sent)
         thread.start()
         thread.join(0.2)
@@ -131,7 +131,7 @@ def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back
     groups, _ = source(answer, *BESIDE)
     groups.batch()
     groups.trained()
-    groups.expect()(WeightSyncError("the engine holds something else"))
+    groups.expect_update()(WeightSyncError("the engine holds something else"))
     assert groups.ledger.issued == 24
     for ask in (groups.settle, groups.trained):
         with pytest.raises(WeightSyncError, match="something else"):
@@ -145,7 +145,7 @@ def test_an_engine_that_hangs_in_an_update_ends_the_run(ask: str) -> None:
     gate.open("rl-000000/")
     groups.batch()
     groups.trained()
-    groups.expect()
+    groups.expect_update()
     with pytest.raises(WeightSyncError, match=r"has not taken the weights; seen: 0\.2 s"):
         getattr(groups, ask)()
     gate.open("")
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_the
     groups, _ = source(answer, *BESIDE, "rl.steps=1")
     groups.batch()
     groups.trained()
-    tell = groups.expect()
+    tell = groups.expect_update()
     before = groups.snapshot()
     tell(None)
     again, _ = source(answer, *BESIDE, "rl.steps=1")

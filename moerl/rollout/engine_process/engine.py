@@ -20,8 +20,8 @@ from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, Roll
 from moerl.contract.weight_update import WeightUpdate, require_open
 from moerl.contract.wire import decode_records
 from moerl.errors import EngineError, WeightSyncError, undoing
-from moerl.rollout.beside.local import EngineProcess
-from moerl.rollout.beside.messages import (
+from moerl.rollout.engine_process.local import EngineProcess
+from moerl.rollout.engine_process.messages import (
     Abort,
     CloseEngine,
     EngineAnswer,
@@ -32,7 +32,7 @@ from moerl.rollout.beside.messages import (
     decode_for_controller,
     encode,
 )
-from moerl.rollout.beside.served import ENGINE_ID
+from moerl.rollout.engine_process.served import ENGINE_ID
 from moerl.rollout.pushed import PushingSink
 from moerl.rollout.requests import check_requests
 from moerl.rollout.stream import CallStream, flattened, left_out
@@ -49,7 +49,7 @@ class _Call:
     frames: queue.SimpleQueue[tuple[bytes, list[str]] | None] = field(default_factory=queue.SimpleQueue)
 
 
-class BesideEngine:
+class ProcessEngine:
     """A `PolicyEngine` whose model is in another process, which dies with this one.
 
     Args:
@@ -83,11 +83,11 @@ class BesideEngine:
         self._reader.start()
         with undoing(self.close):  # an interrupt, too, leaves no process behind
             start = msgspec.structs.replace(start, host=process.host, shares_memory=process.is_here)
-            told = self._ask(start, EngineError)
-        self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
-        self.description, self.is_on_device = told.description, told.is_on_device
-        assert told.receiver is not None
-        self.receiver: ReceiverAddress = told.receiver
+            answer = self._ask(start, EngineError)
+        self._layer_numbers, self._max_positions = tuple(answer.layer_numbers), answer.max_positions
+        self.description, self.is_on_device = answer.description, answer.is_on_device
+        assert answer.receiver is not None
+        self.receiver: ReceiverAddress = answer.receiver
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(ENGINE_ID, self._spec, self._version, ReportedLayers.MOE, self._layer_numbers)
@@ -121,7 +121,7 @@ class BesideEngine:
     def _submit(self, call: _Call, requests: Sequence[RolloutRequest]) -> None:
         if self._version < 0:
             raise EngineError(
-                "the engine beside the trainer: no weights that were verified",
+                "the engine's process: no weights that were verified",
                 seen=f"policy version {self._version}",
                 expected="at least 0",
                 remedy="send a whole weight update",
@@ -201,9 +201,9 @@ class BesideEngine:
     def end_update(self) -> None:
         update = require_open(self._staged)
         self._staged = None
-        told = self._update(Update("end"))
+        answer = self._update(Update("end"))
         self._version = update.version
-        self.costs.interrupted, self.costs.stalled_seconds = told.interrupted, told.stalled_seconds
+        self.costs.interrupted, self.costs.stalled_seconds = answer.interrupted, answer.stalled_seconds
 
     def abandon_update(self) -> None:
         self._staged = None
@@ -269,7 +269,7 @@ class BesideEngine:
 
     def _gone(self) -> EngineError:
         return EngineError(
-            "the engine beside the trainer is gone",
+            "the engine's process is gone",
             seen=self._process.describe_end(),
             expected="an engine that samples until the run ends",
             remedy="resume the run from its last checkpoint",

@@ -25,7 +25,8 @@ from moerl.contract.wire import encode_trajectories
 from moerl.errors import MoerlError, WeightSyncError
 from moerl.processes.channel import receive, send
 from moerl.processes.memory import keep_freed_memory
-from moerl.rollout.beside.messages import (
+from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.engine_process.messages import (
     Abort,
     CloseEngine,
     EngineAnswer,
@@ -36,7 +37,6 @@ from moerl.rollout.beside.messages import (
     decode_for_engine,
     encode,
 )
-from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
 from moerl.rollout.pushed import BucketReceiver
 from moerl.telemetry.spans import peak_rss_bytes
