@@ -92,7 +92,7 @@ def _embedded(subject: Subject, request: pytest.FixtureRequest, max_running: int
     return EmbeddedEngine(model, subject.spec, engine_id="embedded-0", max_running=max_running, policy_version=0)
 
 
-def _beside(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:
+def _process(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:
     folder = request.getfixturevalue("tmp_path")
     subject.model(0).save_pretrained(folder / "model")
     start = StartEngine(str(folder / "model"), "float32", subject.spec, max_running, num_threads=1, version=0)
@@ -109,7 +109,7 @@ def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) 
     return engine
 
 
-ENGINES = {"embedded": Subject(_embedded, (1,)), "beside": Subject(_beside, (1,)), "sglang": Subject(_sglang, ())}
+ENGINES = {"embedded": Subject(_embedded, (1,)), "process": Subject(_process, (1,)), "sglang": Subject(_sglang, ())}
 
 
 def make_requests(count: int, max_new_tokens: int = 12, stop_ids: tuple[int, ...] = (3,)) -> list[RolloutRequest]:

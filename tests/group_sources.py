@@ -113,7 +113,7 @@ def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
     return list(dict.fromkeys(t.lineage.group_id for t in trajectories))
 
 
-BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
+IN_PROCESS = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 class Gate:

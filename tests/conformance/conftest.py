@@ -30,7 +30,7 @@ def _one_thread(one_thread: None) -> None:
 @pytest.fixture(
     params=[
         "embedded",
-        pytest.param("beside", marks=pytest.mark.slow),
+        pytest.param("process", marks=pytest.mark.slow),
         pytest.param("sglang", marks=pytest.mark.sglang),
     ]
 )

@@ -16,7 +16,7 @@ from moerl.buffer.ledger import LEDGER_FILE, Ledger
 from moerl.contract.disk import read_parquet
 
 STEPS, PER_STEP = 5, 16
-BESIDE = ("recipe=tiny", "rollout.placement=process", "buffer.max_staleness=1", f"rl.steps={STEPS}")
+IN_PROCESS = ("recipe=tiny", "rollout.placement=process", "buffer.max_staleness=1", f"rl.steps={STEPS}")
 STEP = "moerl.orchestration.rl:RLStage._update"
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollo
     fault: Fault, status: int, options: tuple[str, ...], forked: Runs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    stopped = forked.run("train", *BESIDE, *options, f"run_dir='{run}'", fault=fault)
+    stopped = forked.run("train", *IN_PROCESS, *options, f"run_dir='{run}'", fault=fault)
     assert stopped.status == status, stopped.output
     assert "no token that is trained is older than 1 versions" in stopped.output
     eventually(lambda: not orphans())
@@ -105,7 +105,7 @@ def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollo
 @pytest.mark.slow
 def test_engines_are_updated_after_every_second_step_and_before_an_evaluation(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = forked.run("train", *BESIDE, *EVERY_SECOND, f"run_dir='{run}'")
+    finished = forked.run("train", *IN_PROCESS, *EVERY_SECOND, f"run_dir='{run}'")
     assert_whole(run, finished)
     assert_engines_were_updated_every_second_step_and_before_evaluations(run)
 
@@ -114,7 +114,7 @@ def test_engines_are_updated_after_every_second_step_and_before_an_evaluation(fo
 def test_two_ranks_train_what_an_engine_beside_them_samples_ahead(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sizes = ("parallel.expert=2", "rl.minibatches=2", "buffer.window=3")
-    finished = forked.run("train", *BESIDE, *sizes, f"run_dir='{run}'")
+    finished = forked.run("train", *IN_PROCESS, *sizes, f"run_dir='{run}'")
     assert finished.status == 0, finished.output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["staleness/age_max"] for row in lines if row["stage"] == "rl") <= 2

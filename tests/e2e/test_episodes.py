@@ -46,7 +46,7 @@ async def play(prompt, session):
     answer = await answer_with_tools(chat, TOOLS, max_calls=8, max_turns=3)
     return {"reward": float(answer.num_calls > answer.num_failed), **answer.rewards}
 """
-BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
+IN_PROCESS = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 def trained(run: Path) -> list[Trajectory]:
@@ -158,7 +158,7 @@ def test_a_run_of_episodes_that_was_killed_goes_on_from_its_journal(forked: Runs
     run = tmp_path / "run"
     # Then the checkpoint of the first step is there: that of the second waited for it.
     kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 3})
-    assert forked.run("train", *GUESS, *BESIDE, f"run_dir='{run}'", fault=kill).status == -signal.SIGKILL
+    assert forked.run("train", *GUESS, *IN_PROCESS, f"run_dir='{run}'", fault=kill).status == -signal.SIGKILL
     finished = forked.run("train", f"resume={run}")
     assert finished.status == 0, finished.output
     assert "finished groups that are taken from the journal: " in finished.output
@@ -180,7 +180,7 @@ def test_a_run_of_agents_over_http_that_was_killed_goes_on_and_leaves_no_agent_b
     keys = (
         *("recipe=tiny", "task=environment", "task.path=numbers.jsonl", "task.response=response", "task.play=env:play"),
         "task.turn_seconds=600",  # by the clock: a loaded machine is slow to start the agents
-        *("rollout.max_new_tokens=160", f"rl.steps={STEPS}", *BESIDE, f"run_dir='{run}'"),
+        *("rollout.max_new_tokens=160", f"rl.steps={STEPS}", *IN_PROCESS, f"run_dir='{run}'"),
     )
     kill: Fault = ("kill", {"place": "moerl.orchestration.rl:RLStage._update", "call": 2})
     assert forked.run("train", *keys, fault=kill, cwd=folder).status == -signal.SIGKILL

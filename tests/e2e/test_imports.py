@@ -14,7 +14,7 @@ import pytest
 from waiting import run_within
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
+IN_PROCESS = ("rollout.placement=process", "buffer.max_staleness=1")
 FEW = ("sft.steps=1", "rl.steps=2", "checkpoint.every=0")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("imports")]
 
@@ -74,7 +74,7 @@ def watched(folder: Path, *command: str, **variables: str) -> Seen:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("run")
-    return watched(folder, "-m", "moerl", "train", "recipe=tiny", f"run_dir='{folder / 'run'}'", *BESIDE, *FEW)
+    return watched(folder, "-m", "moerl", "train", "recipe=tiny", f"run_dir='{folder / 'run'}'", *IN_PROCESS, *FEW)
 
 
 def test_every_process_of_a_run_bounds_how_long_threads_spin_before_it_imports_torch(run: Seen) -> None:

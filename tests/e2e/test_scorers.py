@@ -20,7 +20,7 @@ def distil(rows):
     losses_T = -(rows.scores_T["teacher"] - rows.rollout_logprobs_T) * rows.trainer_logprobs_T
     return PolicyLoss(token_mean(losses_T, rows.loss_mask_T, rows.totals.num_tokens), losses_T)
 """
-BESIDE = ("rollout.placement=process", "buffer.max_staleness=1")
+IN_PROCESS = ("rollout.placement=process", "buffer.max_staleness=1")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_rollouts_that_are_sampled_alone_are_scored_for_a_run_from_dumps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [(), BESIDE], ids=["embedded", "beside"])
+@pytest.mark.parametrize("where", [(), IN_PROCESS], ids=["embedded", "process"])
 def test_a_run_whose_teacher_dies_says_so_and_goes_on_with_another_process(
     where: tuple[str, ...], forked: Runs, start: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,13 @@ def test_a_run_directory_of_before_is_read_with_the_new_names(tmp_path: Path) ->
     assert "algorithm.steps: has another name now" in error(f"resume={tmp_path}", "algorithm.steps=9")
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED["rollout.placement"].items())
+def test_a_stored_value_of_before_gets_its_name_of_today(old: str, new: str) -> None:
+    values = load_config(["recipe=tiny", *(["rollout=sglang"] if old == "apart" else [])], command="train").model_dump()
+    values["rollout"]["placement"] = old
+    assert as_of_today(values)["rollout"]["placement"] == new
+
+
 def test_values_under_the_new_names_stay_as_they_are() -> None:
     values = load_config(["recipe=tiny"], command="train").model_dump()
     assert as_of_today(values) == values

@@ -7,7 +7,7 @@ import pytest
 from moerl.config.load import load_config
 from moerl.config.ranks import RankConfig, engine_threads, rank_threads
 
-BESIDE, TWO = "rollout.placement=process", "parallel.expert=2"
+IN_PROCESS, TWO = "rollout.placement=process", "parallel.expert=2"
 
 
 def config_of(*keys: str) -> RankConfig:
@@ -20,10 +20,10 @@ def config_of(*keys: str) -> RankConfig:
         pytest.param(["num_threads=1"], 1, 1, 1, id="one"),
         pytest.param(["num_threads=8"], 8, 8, 8, id="in turns"),
         pytest.param(["num_threads=8", TWO], 4, 4, 8, id="two ranks in turns with the engine"),
-        pytest.param(["num_threads=1", BESIDE], 1, 1, 1, id="one, and the engine beside"),
-        pytest.param(["num_threads=2", BESIDE], 2, 1, 1, id="two, and the engine beside"),
-        pytest.param(["num_threads=5", BESIDE], 5, 3, 2, id="five, and the engine beside"),
-        pytest.param(["num_threads=2", BESIDE, TWO], 1, 1, 1, id="more processes than threads"),
+        pytest.param(["num_threads=1", IN_PROCESS], 1, 1, 1, id="one, and the engine beside"),
+        pytest.param(["num_threads=2", IN_PROCESS], 2, 1, 1, id="two, and the engine beside"),
+        pytest.param(["num_threads=5", IN_PROCESS], 5, 3, 2, id="five, and the engine beside"),
+        pytest.param(["num_threads=2", IN_PROCESS, TWO], 1, 1, 1, id="more processes than threads"),
     ],
 )
 def test_processes_that_work_at_the_same_time_share_the_threads(
@@ -38,6 +38,6 @@ def test_processes_that_work_at_the_same_time_share_the_threads(
 
 
 def test_an_engine_on_another_node_takes_no_threads_of_the_trainers():
-    config = config_of("num_threads=8", BESIDE)
+    config = config_of("num_threads=8", IN_PROCESS)
     config = config.model_copy(update={"launch": config.launch.model_copy(update={"on": "ray"})})
     assert (rank_threads(config, "rl"), engine_threads(config)) == (8, 8)

@@ -15,7 +15,7 @@ from moerl.orchestration import engines
 from moerl.orchestration.engines import begun_early
 from moerl.rollout import factory
 
-BESIDE = ("recipe=tiny", "rollout.placement=process")
+IN_PROCESS = ("recipe=tiny", "rollout.placement=process")
 
 
 class FakeProcess:
@@ -41,7 +41,7 @@ class FakeProcesses:
 
 def test_the_engine_gets_the_process_that_began_before_it_was_asked_for() -> None:
     processes = FakeProcesses()
-    with begun_early(load_config([*BESIDE, "run_dir=x"], command="train"), processes) as process:
+    with begun_early(load_config([*IN_PROCESS, "run_dir=x"], command="train"), processes) as process:
         (begun,) = processes.begun
         assert process(Path("x/logs/engine.log")) is begun
     assert begun.log == Path("x/logs/engine.log").absolute()
@@ -50,12 +50,15 @@ def test_the_engine_gets_the_process_that_began_before_it_was_asked_for() -> Non
 
 def test_a_process_that_no_engine_took_is_ended_whatever_happened() -> None:
     processes = FakeProcesses()
-    with pytest.raises(KeyboardInterrupt), begun_early(load_config([*BESIDE, "run_dir=x"], command="train"), processes):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        begun_early(load_config([*IN_PROCESS, "run_dir=x"], command="train"), processes),
+    ):
         raise KeyboardInterrupt
     assert processes.begun[0].done == ["send", "close", "release"]
 
 
-@pytest.mark.parametrize(("keys", "on"), [(["recipe=tiny"], "local"), ([*BESIDE], "ray")])
+@pytest.mark.parametrize(("keys", "on"), [(["recipe=tiny"], "local"), ([*IN_PROCESS], "ray")])
 def test_no_other_engine_has_a_process_that_begins_early(keys: list[str], on: str) -> None:
     processes = FakeProcesses()
     config = load_config([*keys, "run_dir=x"], command="train")

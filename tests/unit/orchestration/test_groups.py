@@ -11,7 +11,7 @@ from zlib import crc32
 import pytest
 from disks import full_disk
 from factories import SPEC
-from group_sources import BESIDE, FOLDERS, FakeCollector, answer, group_ids, source, trained
+from group_sources import FOLDERS, IN_PROCESS, FakeCollector, answer, group_ids, source, trained
 
 from moerl.buffer.journal import Journal
 from moerl.contract.trajectory import FinishReason, Trajectory
@@ -62,13 +62,13 @@ def test_a_finished_group_of_episodes_is_not_sampled_again_after_a_crash() -> No
         fork = replace(lineage, rollout_id=f"{rollout_id}~1", parent_rollout_id=rollout_id, fork_at=4)
         return [replace(first, lineage=lineage), replace(first, lineage=fork)]
 
-    before, _ = source(with_a_fork, *BESIDE)
+    before, _ = source(with_a_fork, *IN_PROCESS)
     before.batch()
     trained(before)
     before.committed(1, snapshot := before.snapshot())
     batch = before.batch()
     before.close()
-    after, collector = source(with_a_fork, *BESIDE)
+    after, collector = source(with_a_fork, *IN_PROCESS)
     after.restore(snapshot, 1)
     after.recover()
     again = after.batch()
@@ -272,7 +272,7 @@ def test_after_a_full_disk_at_the_journal_each_resume_takes_the_whole_groups_and
 
 
 def test_a_batch_that_is_all_in_the_journal_is_there_at_once_also_beside_the_training() -> None:
-    groups, _ = source(answer, *BESIDE)
+    groups, _ = source(answer, *IN_PROCESS)
     groups.batch()
     trained(groups)
     snapshot = groups.snapshot()
@@ -282,7 +282,7 @@ def test_a_batch_that_is_all_in_the_journal_is_there_at_once_also_beside_the_tra
     trained(groups)
     while len(Journal(FOLDERS[-1] / "journal", SPEC).read()) < 12:
         time.sleep(0.01)
-    resumed, collector = source(answer, *BESIDE)
+    resumed, collector = source(answer, *IN_PROCESS)
     resumed.restore(snapshot, 1)
     resumed.recover()
     assert collector.said == [
@@ -344,12 +344,12 @@ def test_rollouts_that_are_left_out_are_filtered_in_the_ledger_and_not_trained()
 
 
 def test_groups_of_the_journal_keep_what_was_left_out() -> None:
-    first, _ = source(limited, *BESIDE)
+    first, _ = source(limited, *IN_PROCESS)
     first.batch()
     trained(first)
     first.committed(1, snapshot := first.snapshot())
     first.batch()
-    second, collector = source(limited, *BESIDE)
+    second, collector = source(limited, *IN_PROCESS)
     second.restore(json.loads(json.dumps(snapshot)), 1)
     second.recover()
     second.batch()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from factories import SPEC
-from group_sources import BESIDE, FOLDERS, Gate, answer, group_ids, source, trained
+from group_sources import FOLDERS, IN_PROCESS, Gate, answer, group_ids, source, trained
 from waiting import eventually
 
 from moerl.buffer.journal import Journal
@@ -30,7 +30,7 @@ def _folder(tmp_path: Path) -> None:
 
 def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
     gate = Gate()
-    groups, collector = source(gate, *BESIDE)
+    groups, collector = source(gate, *IN_PROCESS)
     gate.open("rl-000000/")
     first = groups.batch()
     assert len(first) == 12
@@ -45,7 +45,7 @@ def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
 
 
 def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_another() -> None:
-    groups, _ = source(answer, *BESIDE)
+    groups, _ = source(answer, *IN_PROCESS)
     groups.batch()
     groups.trained()
     tell = groups.expect_update()
@@ -61,7 +61,7 @@ def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_a
 
 
 def test_slots_of_all_steps_since_the_last_update_are_given_back_by_the_next_one() -> None:
-    groups, _ = source(answer, *BESIDE, "weights.every=2")
+    groups, _ = source(answer, *IN_PROCESS, "weights.every=2")
     for step in (1, 2):
         groups.batch()
         groups.trained()
@@ -71,7 +71,7 @@ def test_slots_of_all_steps_since_the_last_update_are_given_back_by_the_next_one
 
 
 def test_no_more_is_asked_for_than_will_be_trained_while_a_batch_is_in_training() -> None:
-    groups, _ = source(answer, *BESIDE, "rl.steps=4")
+    groups, _ = source(answer, *IN_PROCESS, "rl.steps=4")
     tell: UpdateDone = lambda problem: None  # noqa: E731
     for _ in range(4):
         groups.batch()
@@ -84,7 +84,7 @@ def test_no_more_is_asked_for_than_will_be_trained_while_a_batch_is_in_training(
 
 
 def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before() -> None:
-    groups, _ = source(answer, *BESIDE)
+    groups, _ = source(answer, *IN_PROCESS)
     groups.batch()
     groups.trained()
     tell = groups.expect_update()
@@ -110,7 +110,7 @@ def test_without_staleness_the_next_step_waits_until_engines_have_the_weights_an
         thread.join(0.2)
         return thread, tell
 
-    ahead, _ = step(*BESIDE)
+    ahead, _ = step(*IN_PROCESS)
     assert not ahead.is_alive()
     in_turn, tell = step()
     assert in_turn.is_alive()
@@ -119,7 +119,7 @@ def test_without_staleness_the_next_step_waits_until_engines_have_the_weights_an
 
 
 def test_progress_is_shown_while_the_loop_waits_and_not_by_threads_beside_it() -> None:
-    beside, collector = source(answer, *BESIDE)
+    beside, collector = source(answer, *IN_PROCESS)
     beside.batch()
     assert collector.watched == []
     in_turn, collector = source(answer)
@@ -128,7 +128,7 @@ def test_progress_is_shown_while_the_loop_waits_and_not_by_threads_beside_it() -
 
 
 def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back() -> None:
-    groups, _ = source(answer, *BESIDE)
+    groups, _ = source(answer, *IN_PROCESS)
     groups.batch()
     groups.trained()
     groups.expect_update()(WeightSyncError("the engine holds something else"))
@@ -141,7 +141,7 @@ def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back
 @pytest.mark.parametrize("ask", ["settle", "batch"])
 def test_an_engine_that_hangs_in_an_update_ends_the_run(ask: str) -> None:
     gate = Gate()
-    groups, _ = source(gate, *BESIDE, "weights.step_seconds=0.2")
+    groups, _ = source(gate, *IN_PROCESS, "weights.step_seconds=0.2")
     gate.open("rl-000000/")
     groups.batch()
     groups.trained()
@@ -152,13 +152,13 @@ def test_an_engine_that_hangs_in_an_update_ends_the_run(ask: str) -> None:
 
 
 def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_then() -> None:
-    groups, _ = source(answer, *BESIDE, "rl.steps=1")
+    groups, _ = source(answer, *IN_PROCESS, "rl.steps=1")
     groups.batch()
     groups.trained()
     tell = groups.expect_update()
     before = groups.snapshot()
     tell(None)
-    again, _ = source(answer, *BESIDE, "rl.steps=1")
+    again, _ = source(answer, *IN_PROCESS, "rl.steps=1")
     for snapshot in (before, groups.snapshot()):
         again.restore(snapshot, 1)
         assert again._queue.num_free == groups._queue.num_free
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_the
 
 def test_the_batch_after_the_one_in_training_is_seen_ahead_and_stays_where_it_is() -> None:
     gate = Gate()
-    groups, _ = source(gate, *BESIDE)
+    groups, _ = source(gate, *IN_PROCESS)
     gate.open("rl-000000/")
     first = groups.batch()
     seen: list[Sequence[Trajectory] | None] = []
@@ -185,7 +185,7 @@ def test_the_batch_after_the_one_in_training_is_seen_ahead_and_stays_where_it_is
 
 def test_nobody_waits_for_a_batch_ahead_once_it_is_asked_for_or_all_is_over() -> None:
     gate = Gate()
-    groups, _ = source(gate, *BESIDE)
+    groups, _ = source(gate, *IN_PROCESS)
     seen: list[Sequence[Trajectory] | None] = []
     with closing(groups):
         gate.open("rl-000000/")
@@ -210,7 +210,7 @@ def test_the_bound_holds_and_every_rollout_is_trained_once_whatever_the_order() 
         time.sleep(0.001 * (hash(rollout_id) % 5))
         return answer(rollout_id, version, reward=1.0 if "/p3/" in rollout_id else None)
 
-    groups, _ = source(slow_for_some, *BESIDE, "buffer.window=4", "rl.filters=[equal_rewards]")
+    groups, _ = source(slow_for_some, *IN_PROCESS, "buffer.window=4", "rl.filters=[equal_rewards]")
     seen: list[str] = []
     with closing(groups):
         for _ in range(8):
@@ -227,20 +227,20 @@ def test_an_error_beside_the_training_ends_the_run() -> None:
     def broken(rollout_id: str, version: int) -> Trajectory:
         raise MoerlError("the engine is gone")
 
-    groups, _ = source(broken, *BESIDE)
+    groups, _ = source(broken, *IN_PROCESS)
     with pytest.raises(MoerlError, match="the engine is gone"):
         groups.batch()
 
 
 def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids() -> None:
     gate = Gate()
-    groups, collector = source(gate, *BESIDE)
+    groups, collector = source(gate, *IN_PROCESS)
     gate.open("rl-000000/")
     groups.batch()
     trained(groups)
     snapshot = json.loads(json.dumps(groups.snapshot()))
     assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
-    resumed, again = source(answer, *BESIDE)
+    resumed, again = source(answer, *IN_PROCESS)
     resumed.restore(snapshot, 1)
     batch = resumed.batch()
     asked = [name for call in again.asked for name in call]
@@ -254,14 +254,14 @@ def test_lengths_of_groups_that_are_asked_for_again_count_once() -> None:
     def of_some_length(rollout_id: str, version: int) -> Trajectory:
         return answer(rollout_id, version, num_sampled=1 + sum(rollout_id.encode()) % 4)
 
-    groups, _ = source(of_some_length, *BESIDE)
+    groups, _ = source(of_some_length, *IN_PROCESS)
     groups.batch()
     trained(groups)
     eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) >= 9)
     snapshot = json.loads(json.dumps(groups.snapshot()))
     assert len(snapshot["queue"]["open"]) == 6
     assert len(snapshot["lengths"]["offered"]) == len(snapshot["lengths"]["trained"]) == 12
-    resumed, _ = source(of_some_length, *BESIDE)
+    resumed, _ = source(of_some_length, *IN_PROCESS)
     resumed.restore(snapshot, 1)
     resumed.batch()
     trained(resumed)
@@ -274,13 +274,13 @@ def test_a_resumed_run_counts_what_a_waiting_group_had_refused_once() -> None:
     def one_refused(rollout_id: str, version: int) -> Trajectory | None:
         return None if rollout_id.endswith("/1") else answer(rollout_id, version)
 
-    groups, _ = source(one_refused, *BESIDE, "rl.keep=2")
+    groups, _ = source(one_refused, *IN_PROCESS, "rl.keep=2")
     groups.batch()
     trained(groups)
     eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) >= 9)
     snapshot = json.loads(json.dumps(groups.snapshot()))
     assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
-    resumed, _ = source(one_refused, *BESIDE, "rl.keep=2")
+    resumed, _ = source(one_refused, *IN_PROCESS, "rl.keep=2")
     resumed.restore(snapshot, 1)
     resumed.recover()
     assert len(resumed.batch()) == 6
@@ -297,7 +297,7 @@ def test_a_resumed_run_counts_what_a_waiting_group_had_refused_once() -> None:
 def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them(kept: int) -> None:
     gate = Gate()
     sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop", f"rl.keep={kept}")
-    groups, _ = source(gate, *BESIDE, *sizes)
+    groups, _ = source(gate, *IN_PROCESS, *sizes)
     for step in (0, 2, 3, 4):
         gate.open(f"rl-00000{step}/")
     with closing(groups):
@@ -330,7 +330,7 @@ def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:
 
 def test_a_batch_that_was_there_when_it_was_asked_for_is_not_waited_for_afterwards() -> None:
     gate = Gate()
-    groups, _ = source(gate, *BESIDE)
+    groups, _ = source(gate, *IN_PROCESS)
     with closing(groups):
         gate.open("rl-000000/")
         groups.batch()

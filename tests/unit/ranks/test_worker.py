@@ -77,4 +77,4 @@ def test_models_rest_between_their_last_bucket_and_the_reply_after_which_servers
     assert worker.run(Publish(3, UpdateKind.FULL, None)) is sent
     assert calls == ["publish", *(["trainer rests", "reference rests"] if sleeps else [])]
     worker.run(KeepWeights(3))
-    assert calls[-1] == "keep"
+    assert calls[-1] == "keepweights"

@@ -26,7 +26,7 @@ from moerl.rollout.engine_process.local import LocalProcess, dismiss
 from moerl.rollout.engine_process.messages import StartEngine
 from moerl.rollout.pushed import PushingSink
 
-SUBJECT = ENGINES["beside"]
+SUBJECT = ENGINES["process"]
 
 
 def start_of(folder: Path) -> StartEngine:
@@ -40,7 +40,7 @@ def open_engine(place: Path, model: str = "model") -> ProcessEngine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessEngine]:
-    opened = open_engine(tmp_path_factory.mktemp("beside"))
+    opened = open_engine(tmp_path_factory.mktemp("process"))
     yield opened
     opened.close()
 

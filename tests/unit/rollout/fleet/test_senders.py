@@ -246,7 +246,7 @@ def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once
 def test_a_part_of_another_version_is_never_sent_to_a_late_server(two: Led):
     two.send(3, 7.0)
     sender = two.ranks.sinks[1]._sender
-    sender._held = 4, sender._held[1]
+    sender._kept = 4, sender._kept[1]
     with pytest.raises(WeightSyncError, match="version 4"):
         two.engine._wait(two.engine._updates.bring_up(two.engine._fleet.replicas[1]))
 

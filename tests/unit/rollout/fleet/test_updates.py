@@ -316,7 +316,7 @@ def test_without_a_copy_no_tensor_is_kept_and_a_lost_server_is_given_up(servers,
     send(engine, 3)
     send(engine, 4, 1.0)
     assert value(servers[0]) == 1.0
-    assert set(engine._updates._local._held[1].values()) == {None}
+    assert set(engine._updates._local._kept[1].values()) == {None}
     servers[0].key = "another"
     with pytest.raises(WeightSyncError, match="no copy of the weights"):
         list(engine.generate(make_requests(1)))
