@@ -78,7 +78,7 @@ VARIANTS = (
     Variant("one process", (), ("controller",), True),
     Variant("two ranks", ("parallel.expert=2", "trainer.command_seconds=60"), ("controller", "rank"), True),
     Variant(
-        "engine beside",
+        "engine in a process",
         ("rollout.placement=process", "buffer.max_staleness=1", "buffer.window=5"),
         ("controller", "rank", "engine", "reward worker"),
         False,

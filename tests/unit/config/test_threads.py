@@ -20,9 +20,9 @@ def config_of(*keys: str) -> RankConfig:
         pytest.param(["num_threads=1"], 1, 1, 1, id="one"),
         pytest.param(["num_threads=8"], 8, 8, 8, id="in turns"),
         pytest.param(["num_threads=8", TWO], 4, 4, 8, id="two ranks in turns with the engine"),
-        pytest.param(["num_threads=1", IN_PROCESS], 1, 1, 1, id="one, and the engine beside"),
-        pytest.param(["num_threads=2", IN_PROCESS], 2, 1, 1, id="two, and the engine beside"),
-        pytest.param(["num_threads=5", IN_PROCESS], 5, 3, 2, id="five, and the engine beside"),
+        pytest.param(["num_threads=1", IN_PROCESS], 1, 1, 1, id="one, and the engine in a process"),
+        pytest.param(["num_threads=2", IN_PROCESS], 2, 1, 1, id="two, and the engine in a process"),
+        pytest.param(["num_threads=5", IN_PROCESS], 5, 3, 2, id="five, and the engine in a process"),
         pytest.param(["num_threads=2", IN_PROCESS, TWO], 1, 1, 1, id="more processes than threads"),
     ],
 )

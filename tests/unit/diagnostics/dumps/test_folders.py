@@ -154,7 +154,7 @@ def test_evaluations_and_steps_that_were_not_trained_are_left_out_of_a_prime_rl_
     (note,) = (note for note in dump.notes if note.startswith("left out: "))
     assert "1 file of evaluations" in note
     assert "1 step without effective traces" in note
-    assert "1 file beside effective traces" in note
+    assert "1 file next to effective traces" in note
     assert len(list(open_dump(file.parent.parent.parent / "eval").rollouts)) == 2
 
 

@@ -57,7 +57,7 @@ ANSWERS: dict[str, Callable[[RawServer], Bytes]] = {
     "gzip": lambda _: whole(GZIP, "Content-Encoding: gzip"),
     "deflate": lambda _: whole(DEFLATE, "Content-Encoding: deflate"),
     "br": lambda _: whole(b"\xcf\xff\xff\x7f\xf8\x27\x00\xe2\xb1\x40\x20\xf7\xfe\x9f", "Content-Encoding: br"),
-    "gzip in zstd, or `identity` beside it": lambda _: whole(
+    "gzip in zstd, or `identity` with it": lambda _: whole(
         gzip.compress(ZSTD), "Content-Encoding: identity", "content-encoding: zstd, gzip"
     ),
     "zstd that is not called so": lambda _: whole(ZSTD),
@@ -82,7 +82,7 @@ ANSWERS: dict[str, Callable[[RawServer], Bytes]] = {
     "another protocol": lambda _: [b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"],
     "no body": lambda _: whole(b""),
     "200,000 brackets": lambda _: whole(b"[" * 200_000),
-    "200,000 brackets beside the reply": lambda _: in_reply(b"[" * 200_000, b"]" * 200_000),
+    "200,000 brackets next to the reply": lambda _: in_reply(b"[" * 200_000, b"]" * 200_000),
     "a hundred thousand objects in one another": lambda _: whole(b'{"choices":[' * 100_000),
     "a number of 100,000 digits": lambda _: whole(b"9" * 100_000),
     "NaN": lambda _: whole(b'{"choices": NaN}'),
