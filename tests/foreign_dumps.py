@@ -159,7 +159,7 @@ def write_slime(
         if rollout.kept is not None:
             start = rollout.num_prompt
             offsets = rollout.kept.offsets[start:] - rollout.kept.offsets[start]
-            sample["rollout_top_p_token_ids"] = torch.as_tensor(rollout.kept.ids)
+            sample["rollout_top_p_token_ids"] = torch.tensor(rollout.kept.ids)
             sample["rollout_top_p_token_offsets"] = torch.as_tensor(offsets, dtype=torch.int32)
         samples.append(sample)
     torch.save({"rollout_id": rollout_id, "samples": samples}, path)

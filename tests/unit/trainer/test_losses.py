@@ -164,7 +164,7 @@ def judge_policy_step(
         inside = ~kl_logprobs_TV.isneginf()
         p_TV, q_TV = kl_logprobs_TV.masked_fill(~inside, 0.0), reference_TV.masked_fill(~inside, 0.0)
         kl_T = (inside * p_TV.exp() * (p_TV - q_TV)).sum(-1)
-        losses.append((policy_T + KL_COEF * kl_T)[torch.from_numpy(trajectory.sampled[1:])])
+        losses.append((policy_T + KL_COEF * kl_T)[torch.tensor(trajectory.sampled[1:])])
     loss = torch.cat(losses).mean()
     loss.backward()
     return loss.item(), judge.gradients()
