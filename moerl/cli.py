@@ -201,7 +201,7 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, st
 
 def _plan(command: str, options: argparse.Namespace) -> int:
     """Prints a plan for `moerl train`; starts nothing."""
-    from moerl.config.hub_model import say_model
+    from moerl.config.hub_model import show_model
     from moerl.config.load import load_plan
     from moerl.config.run_memory import GIB, Machine
     from moerl.launch.checks.facts import Facts
@@ -213,7 +213,7 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     if options.show_config:
         _show_config(config, options)
         return 0
-    say_model(config.model)
+    show_model(config.model)
     if command == "plan memory":
         host = None if options.host_memory_gib is None else options.host_memory_gib * GIB
         machine = Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=host)

@@ -51,7 +51,7 @@ class FakeCollector:
         self.told: list[tuple[int, int]] = []
         self.watched: list[int] = []
         self.said: list[str] = []
-        self.say = self.said.append
+        self.notify = self.said.append
         self.scoring = Scoring({})
         self.quarantine = Quarantine(FOLDERS[-1] / "quarantine", max_rate=1.0)
 

@@ -47,13 +47,13 @@ class Lengths:
         shares = (np.searchsorted(each, at, side="right") / len(each) for each in (offered, trained))
         return float(np.abs(np.subtract(*shares)).max())
 
-    def warn(self, say: Callable[[str], None]) -> None:
+    def warn(self, notify: Callable[[str], None]) -> None:
         """Says a warning the first time that `distance` is above `FAR` over `MIN_RESPONSES` or more."""
         has_few = min(len(self._offered), len(self._trained)) < MIN_RESPONSES
         if self._has_warned or has_few or self.distance <= FAR:
             return
         self._has_warned = True
-        say(
+        notify(
             "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
             f" {self.distance:.2f}): what rl.filters, rl.keep and quarantine leave out biases the policy"
         )

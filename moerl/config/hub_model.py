@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moerl.config.schema import ModelConfig
-from moerl.machine.hub import HubModel, fetch_weights, hub_name, locate, say
+from moerl.machine.hub import HubModel, fetch_weights, hub_name, locate, notify
 from moerl.machine.model_tensors import check_model
 
 
@@ -25,7 +25,7 @@ def with_hub_model(model: ModelConfig, given: object, known: ModelConfig | None 
         if model.path.is_dir():
             return model
         found = locate(model.hub, model.commit)
-        say(f"note: model.path: {model.path} is gone; {found}")
+        notify(f"note: model.path: {model.path} is gone; {found}")
         return model.model_copy(update={"path": found.folder})
     name = hub_name(given) if isinstance(given, str) else None
     if name is None:
@@ -44,11 +44,11 @@ def hub_model(model: ModelConfig) -> HubModel | None:
     return HubModel(model.hub, model.commit, model.path)
 
 
-def say_model(model: ModelConfig, tell: Callable[[str], None] = say) -> None:
-    """Says, on standard error by default, which model of the hub a configuration starts from, if it starts from one."""
+def show_model(model: ModelConfig, show: Callable[[str], None] = notify) -> None:
+    """Shows, on standard error by default, the model of the hub that a configuration starts from, if there is one."""
     of_hub = hub_model(model)
     if of_hub is not None:
-        tell(str(of_hub))
+        show(str(of_hub))
 
 
 def prepare_model(model: ModelConfig) -> None:

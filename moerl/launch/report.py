@@ -66,7 +66,7 @@ def run_report(options: argparse.Namespace) -> int:
         output, verdict = page_path(options.output or default), reports[0].verdict
         with writing(output):
             write_report(reports[0], output)
-    return _say(verdict, output)
+    return _print_verdict(verdict, output)
 
 
 def _report_sweep(folder: Path, output: Path | None) -> int:
@@ -76,7 +76,7 @@ def _report_sweep(folder: Path, output: Path | None) -> int:
     report = sweep_report(f"Sweep of {folder.name}", manifest.keys, runs)
     with writing(page):
         write_sweep_report(report, runs, page)
-    return _say(report.verdict, page)
+    return _print_verdict(report.verdict, page)
 
 
 def _swept_run(folder: Path, run: SweepRun, page: Path) -> SweptRun:
@@ -88,7 +88,7 @@ def _swept_run(folder: Path, run: SweepRun, page: Path) -> SweptRun:
     return SweptRun(run.name, run.values, run.state, rows, accuracy, link)
 
 
-def _say(verdict: Verdict, output: Path) -> int:
+def _print_verdict(verdict: Verdict, output: Path) -> int:
     print(f"verdict        {verdict.text}\nwhat to change {verdict.advice}\nreport         {output}")
     return 0
 

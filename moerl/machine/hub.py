@@ -113,7 +113,7 @@ def _ask(repo: str, revision: str, key: str, name: str) -> bool:
     except OfflineModeIsEnabled:
         return False
     except httpx.TransportError as error:
-        say(f"note: the hub does not answer ({type(error).__name__}); {name} is looked for in the cache")
+        notify(f"note: the hub does not answer ({type(error).__name__}); {name} is looked for in the cache")
         return False
     files = [each.rfilename for each in about.siblings or []]
     if not {SINGLE_FILE, INDEX_FILE} & set(files):
@@ -170,7 +170,7 @@ def model_directory(given: str, key: str) -> Path:
     if name is None:
         return Path(given).resolve()
     model = locate(name, key=key)
-    say(str(model))
+    notify(str(model))
     fetch_weights(model, key)
     return model.folder
 
@@ -238,22 +238,22 @@ def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
     if not, a thread prints a line every `HEARTBEAT_SECONDS`."""
     blobs, began, done = model.folder.parent.parent / "blobs", time.monotonic(), threading.Event()
     before = _bytes_in(blobs)
-    say(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
+    notify(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(HEARTBEAT_SECONDS):
-            say(f"fetching {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB, {_since(began)} so far")
+            notify(f"fetching {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB, {_since(began)} so far")
 
-    teller = threading.Thread(target=tell, daemon=True)
+    reporter = threading.Thread(target=report, daemon=True)
     if not sys.stderr.isatty():
-        teller.start()
+        reporter.start()
     try:
         yield
     finally:
         done.set()
-        if teller.ident is not None:
-            teller.join()
-    say(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
+        if reporter.ident is not None:
+            reporter.join()
+    notify(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
 
 
 def _since(began: float) -> str:
@@ -269,6 +269,6 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """Prints a line on standard error, with control characters made visible."""
     print(printable(text), file=sys.stderr, flush=True)

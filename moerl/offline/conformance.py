@@ -162,7 +162,7 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
             bucket_bytes=_BUCKET_BYTES,
             shapes=shapes,
             tied=TIED if model.tie_word_embeddings else {},
-            say=lambda text: print(text, file=sys.stderr),
+            notify=lambda text: print(text, file=sys.stderr),
             keeps_copy=False,
         )
         served = ModelFacts(model.spec, tuple(says.report.moe_layers))

@@ -32,10 +32,10 @@ def open_any_dumps(
     *,
     moe_layers: Sequence[int] | None = None,
     experts_per_token: int | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> list[Dump]:
     """Opens dumps as `moerl.diagnostics.dumps.opening.open_dumps` does, files of torch.save included."""
-    return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch, say=say)
+    return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch, notify=notify)
 
 
 def load_torch(file: Path) -> Any:

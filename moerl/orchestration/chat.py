@@ -181,7 +181,7 @@ def _require_template(tokenizer: Tokenizer) -> None:
         )
 
 
-def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: Callable[[str], None]) -> None:
+def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, notify: Callable[[str], None]) -> None:
     """Writes the prompts of a task that are messages, leaves out prompts that are too long, and shows the first one.
 
     Raises:
@@ -206,11 +206,11 @@ def write_prompts(task: Task, tokenizer: Tokenizer, section: TaskSection, say: C
         if task.has_chats:
             template = ChatTemplate(tokenizer, section.template_options, templates)
             for note in template.notes():
-                say(note)
+                notify(note)
         if template is not None or limit is not None:
             task.write_prompts(write)
     for note in task.notes():
-        say(note)
+        notify(note)
     if template is not None and task.size("train"):
         [first] = task.prompts("train", 1)
-        say(f"the prompt {first.prompt_id} as the model sees it: {excerpt(repr(first.text), SHOWN_CHARACTERS)}")
+        notify(f"the prompt {first.prompt_id} as the model sees it: {excerpt(repr(first.text), SHOWN_CHARACTERS)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moerl.buffer.journal import Journal
 from moerl.config.checks import check_problems, wanted_problems
-from moerl.config.hub_model import say_model
+from moerl.config.hub_model import show_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_resolved
 from moerl.config.ranks import RankConfig
 from moerl.config.resume import change_note, changed_keys
@@ -74,7 +74,7 @@ def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, started: fl
                 _train_supervised(run, model_path)
         except RunStoppedError as stopped:
             for failure in getattr(stopped, "__notes__", ()):
-                run.reporter.say(f"WARNING: {failure}")
+                run.reporter.notify(f"WARNING: {failure}")
             return STOPPED
     return 0
 
@@ -132,9 +132,9 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
     """Trains on the rollouts of `rollout.path`, with no engine."""
     config = run.config
     run.reporter.begin_part("a look over the dumps")
-    source = dump_source(config, run.model, run.quarantine, run.reporter.say)
+    source = dump_source(config, run.model, run.quarantine, run.reporter.notify)
     for line in source.describe():
-        run.reporter.say(line)
+        run.reporter.notify(line)
     run.leave_if_told()
     run.build("rl", model_path)
     packing = run.packing(replace(run.model, folder=model_path))
@@ -148,7 +148,7 @@ def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeP
     from moerl.ranks.placement import server_launcher
 
     launcher = partial(server_launcher, run.config.launch, run.config.rollout)
-    return open_engine(run.config, model, version, run.reporter.say, launcher, process)
+    return open_engine(run.config, model, version, run.reporter.notify, launcher, process)
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
@@ -190,8 +190,8 @@ def run_rollout(config: RunConfig) -> int:
         with writing(path.with_suffix(".json")), atomic_file(path.with_suffix(".json")) as file:
             file.write_text(json.dumps(metrics, indent=1) + "\n")
         accuracy = metrics.get("accuracy/mean", float("nan"))
-        reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
-        reporter.say(
+        reporter.notify(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
+        reporter.notify(
             f"reward {metrics['reward/mean']:.3f}, {metrics['response/length_mean']:.1f} tokens,"
             f" {metrics['response/truncated']:.0%} cut off, {collector.quarantine.num_refused} refused; to train on"
             f" them: moerl train rollout=dumps rollout.path={path}"
@@ -206,8 +206,8 @@ def run_eval(config: RunConfig) -> int:
         reporter.evaluated(0, {"final": heldout}, {})
         if "accuracy" in heldout.scores:
             accuracy, low, high = heldout.scores["accuracy"]
-            reporter.say(f"  accuracy {accuracy:.3f}, with 95 % certainty in [{low:.3f}, {high:.3f}]")
-        reporter.say(f"the numbers are in {config.run_dir / METRICS_FILE}")
+            reporter.notify(f"  accuracy {accuracy:.3f}, with 95 % certainty in [{low:.3f}, {high:.3f}]")
+        reporter.notify(f"the numbers are in {config.run_dir / METRICS_FILE}")
     return 0
 
 
@@ -225,8 +225,8 @@ def _open_run(config: RunConfig, *, resume: bool, lock: int) -> Iterator[tuple[R
     if not resume:
         _write_config(config)
     with closing(config.task.open()) as task, _make_reporter(config) as reporter:
-        reporter.say(f"run directory: {config.run_dir}")
-        say_model(config.model, reporter.say)
+        reporter.notify(f"run directory: {config.run_dir}")
+        show_model(config.model, reporter.notify)
         if config.model.path is not None:
             # Errors of the texts are raised before ranks start.
             _check_texts(config, task, config.model.path, reporter)
@@ -235,7 +235,7 @@ def _open_run(config: RunConfig, *, resume: bool, lock: int) -> Iterator[tuple[R
         if config.model.architecture is not None and find_damage(model_path) is not None:
             to_build = config.model.architecture, new_tokenizer(config.model, task)
         _check_device(config)
-        reporter.say("starting Megatron")
+        reporter.notify("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
         with open_trainer(RankConfig.of(config), reporter.within, lock) as trainer:
             place_rewards(config.launch, task)
@@ -244,7 +244,7 @@ def _open_run(config: RunConfig, *, resume: bool, lock: int) -> Iterator[tuple[R
             if config.model.path is None:
                 _check_texts(config, task, model_path, reporter)
             tokenizer, model = _read_model(model_path)
-            reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
+            reporter.notify(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
                 _load_latest(run)
@@ -291,7 +291,7 @@ def _check_device(config: RunConfig) -> None:
 def _check_texts(config: RunConfig, task: Task, model_path: Path, reporter: Reporter) -> None:
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
     tokenizer, model = _read_model(model_path)
-    write_prompts(task, tokenizer, config.task, reporter.say)
+    write_prompts(task, tokenizer, config.task, reporter.notify)
     use = text_use(config, model.max_positions)
     check_problems(task, use.problems)
     check_prompts(task, tokenizer, use)
@@ -337,12 +337,12 @@ def _collector(
     handshake = engine.handshake()
     layers = select_layers(handshake, run.model.num_layers, run.model.moe_layers)
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
-    length, say, watch = config.rollout.max_new_tokens, run.reporter.say, run.reporter.within
+    length, notify, watch = config.rollout.max_new_tokens, run.reporter.notify, run.reporter.within
     sampling = evaluation_sampling(config.evaluation, config.rollout, config.seed)
     plan = EvaluationPlan(config.run_dir / "evaluations", config.evaluation.samples, sampling)
     options = config.task.template_options
     return Collector(
-        *(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan, options),
+        *(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, notify, watch, plan, options),
         episode=config.episode,
         scoring=scoring or Scoring({}),
     )
@@ -360,12 +360,12 @@ def _open_reader(config: RunConfig) -> Iterator[tuple[Collector, Reporter]]:
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
         reporter = stack.enter_context(_make_reporter(config))
-        say_model(config.model, reporter.say)
+        show_model(config.model, reporter.notify)
         _check_texts(config, task, config.model.path, reporter)
         _check_device(config)
         reporter.begin_part("start of the engine")
-        engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))
-        reporter.say(ends)
+        engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.notify)))
+        reporter.notify(ends)
         reporter.begin_part("responses")
         reading = _Reading(task, tokenizer, model, quarantine, reporter)
         yield _collector(config, config.model.path, engine, reading), reporter

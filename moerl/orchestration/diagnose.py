@@ -74,7 +74,7 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
         options.dumps,
         moe_layers=models[0][1].moe_layers if models else None,
         experts_per_token=models[0][1].spec.experts_per_token if models else None,
-        say=progress.note,
+        notify=progress.note,
     )
     output, found = options.output.resolve(), None
     if models:

@@ -54,7 +54,7 @@ class DumpSource:
         plan: steps, and what of a group is trained.
         model: model that is trained.
         quarantine: checks every rollout; keeps those that break the contract.
-        say: called with lines for people.
+        notify: called with lines for people.
 
     Attributes:
         metrics: metrics of the latest batch.
@@ -66,9 +66,9 @@ class DumpSource:
         plan: GroupPlan,
         model: ModelDescription,
         quarantine: Quarantine,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
-        self._dump, self._plan, self._model, self._quarantine, self._say = dump, plan, model, quarantine, say
+        self._dump, self._plan, self._model, self._quarantine, self._notify = dump, plan, model, quarantine, notify
         self.limits, self.metrics = plan.limits, dict[str, float]()
         self._done, self.ledger, self._lengths = 0, Ledger(), Lengths()
         self._rollouts: Iterator[DumpedRollout] = iter(())
@@ -137,7 +137,7 @@ class DumpSource:
                 remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
             )
         self._lengths.train(trajectory.num_sampled for trajectory in chosen)
-        self._lengths.warn(self._say)
+        self._lengths.warn(self._notify)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(version, versions, histogram=self.limits.max_staleness > 0),
@@ -190,7 +190,7 @@ class DumpSource:
                 remedy=f"correct the cause; what was refused is in {self._quarantine.folder}",
             )
         if num_refused:
-            self._say(f"step {step}: {cause}; kept in {self._quarantine.folder}")
+            self._notify(f"step {step}: {cause}; kept in {self._quarantine.folder}")
 
     def trained(self) -> None:
         for number, num_left_out, num_trained in self._batch:

@@ -54,7 +54,7 @@ def open_engine(
     config: RunConfig,
     model: ModelDescription,
     version: int,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     launcher: OwnLauncher = OwnServer,
     process: MakeProcess = LocalProcess,
 ) -> PolicyEngine:
@@ -62,7 +62,7 @@ def open_engine(
 
     Args:
         version: policy version of its weights; -1 if the engine must wait for a first update.
-        say: called with lines for the user about a server, or about an engine on a GPU.
+        notify: called with lines for the user about a server, or about an engine on a GPU.
         launcher: makes the launcher of one of the run's own servers; on this machine by default.
         process: starts the process of an embedded engine with `placement` process, by its log; on this machine by
             default.
@@ -76,7 +76,7 @@ def open_engine(
     assert not isinstance(rollout, DumpsRolloutConfig), "a run from dumps opens no engine"
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
-        return _embedded(config, rollout, model, version, say, process)
+        return _embedded(config, rollout, model, version, notify, process)
     options = EngineOptions(
         engine_id=rollout.kind,
         dtype=rollout.dtype,
@@ -88,7 +88,7 @@ def open_engine(
         bucket_bytes=config.weights.bucket_bytes,
         shapes=checkpoint_shapes(model.folder, model.hf_config),
         tied=TIED if model.tie_word_embeddings else {},
-        say=say,
+        notify=notify,
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,
         shares_devices=rollout.is_colocated,
@@ -104,7 +104,7 @@ def _embedded(
     rollout: EmbeddedRolloutConfig,
     model: ModelDescription,
     version: int,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     process: MakeProcess,
 ) -> PolicyEngine:
     from moerl.rollout.factory import embedded_engine, engine_in_process
@@ -129,7 +129,7 @@ def _embedded(
         )
         engine = engine_in_process(start, process(_log(config)))
     if engine.is_on_device:
-        say(engine.description)
+        notify(engine.description)
     return engine
 
 
@@ -140,7 +140,7 @@ def group_plan(config: RunConfig) -> GroupPlan:
 
 
 def dump_source(
-    config: RunConfig, model: ModelDescription, quarantine: Quarantine, say: Callable[[str], None]
+    config: RunConfig, model: ModelDescription, quarantine: Quarantine, notify: Callable[[str], None]
 ) -> DumpSource:
     """Looks over the dumps of `rollout.path`, and returns the source that reads them.
 
@@ -151,7 +151,7 @@ def dump_source(
 
     assert isinstance(config.rollout, DumpsRolloutConfig)
     path = config.rollout.path
-    found = survey(path, model, load_torch, say)
+    found = survey(path, model, load_torch, notify)
     check_fits(found, model, config.rl, config.trainer, config.algorithm, config.quarantine)
     dump = TrainableDump(path, found, batches(found, config.rl.prompts_per_step), config.algorithm.needs, load_torch)
-    return DumpSource(dump, group_plan(config), model, quarantine, say)
+    return DumpSource(dump, group_plan(config), model, quarantine, notify)

@@ -97,7 +97,7 @@ class GroupSource:
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
         self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
-        self._lengths.warn(self._collector.say)
+        self._lengths.warn(self._collector.notify)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(self.version, versions, histogram=self.limits.max_staleness > 0),
@@ -371,13 +371,13 @@ class GroupSource:
             self._journal.clear()
         found = self._journal.read()
         if num_torn := self._journal.torn_bytes:
-            self._collector.say(f"note: the journal has {num_torn} bytes of unfinished records; left out")
+            self._collector.notify(f"note: the journal has {num_torn} bytes of unfinished records; left out")
         wanted = {n: group for n, group in found.items() if n in self._again or n >= self._queue.next_number}
         self._recovered = {n: group for n, group in wanted.items() if group.newest_version <= step}
         if wanted:
             num_lost = len(wanted) - len(self._recovered)
             lost = f"; {num_lost} were sampled by weights of lost steps, and are sampled again" if num_lost else ""
-            self._collector.say(f"finished groups that are taken from the journal: {len(self._recovered)}{lost}")
+            self._collector.notify(f"finished groups that are taken from the journal: {len(self._recovered)}{lost}")
         self._turns = KeptTurns(self._journal.turns, step)
         self._journal.begin(step)
 

@@ -69,11 +69,11 @@ def take_changes(
             )
     before = read_history(run_dir)
     for row in before:
-        reporter.say(f"changed earlier, {row.time}: {row}")
+        reporter.notify(f"changed earlier, {row.time}: {row}")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, note) for each, note in changes]
     for row in rows:
-        reporter.say(f"changed: {row}")
+        reporter.notify(f"changed: {row}")
     if rows:
         with atomic_file(run_dir / HISTORY_FILE) as temporary:
             lines = (json.dumps(asdict(row)) + "\n" for row in [*before, *rows])

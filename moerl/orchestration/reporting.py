@@ -55,7 +55,7 @@ class Reporter:
         self._tensorboard = TensorBoardSink(run_dir / "tensorboard") if tensorboard else None
         self._metric_sinks: tuple[MetricSink, ...] = (self._rows, *([self._tensorboard] if self._tensorboard else []))
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
-        self._trackers = Trackers(trackers, self.say)
+        self._trackers = Trackers(trackers, self.notify)
         # The newest rows of reinforcement learning: alerts are found in them.
         self._recent: Sequence[Mapping[str, Any]] = ()
         self._alerts = Announcer()
@@ -64,12 +64,12 @@ class Reporter:
         self._progress.__enter__()
         with undoing(lambda: self._progress.__exit__(None, None, None)):
             if self._trackers.names:
-                self.say(f"starting trackers: {', '.join(self._trackers.names)}")
+                self.notify(f"starting trackers: {', '.join(self._trackers.names)}")
                 self.begin_part("start of the trackers")
                 self._trackers.open()
         for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
             if sink.torn_bytes:
-                self.say(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
+                self.notify(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -90,7 +90,7 @@ class Reporter:
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self._run_dir / METRICS_FILE)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Shows a line that stays."""
         self._progress.note(text)
 
@@ -134,7 +134,7 @@ class Reporter:
         self._write(stage, step, metrics)
         self._progress.update(step, metrics)
         for alert in alarming:
-            self.say(f"ALERT: {alert}")
+            self.notify(f"ALERT: {alert}")
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
         """Writes the numbers per MoE layer of one RL step, by name."""
@@ -151,7 +151,7 @@ class Reporter:
             metrics[accuracy] = evaluation.accuracy
             if length is not None:
                 metrics[length] = evaluation.length_mean
-            self.say(
+            self.notify(
                 f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems}), "
                 f"{evaluation.length_mean:.1f} tokens"
             )
@@ -168,7 +168,7 @@ class Reporter:
         told = {each: values for each, values in evaluation.scores.items() if each != "accuracy"}
         if told:
             texts = [f"{each} {value:.3f} [{low:.3f}, {high:.3f}]" for each, (value, low, high) in told.items()]
-            self.say("  " + ", ".join(texts))
+            self.notify("  " + ", ".join(texts))
         if name == "dev":
             return {}
         found = dict[str, float]()
@@ -189,13 +189,13 @@ class Reporter:
             # Last: a run directory with a summary is one of a finished run.
             write_summary(summary, self._run_dir)
         for line in closing_lines(summary, self._run_dir):
-            self.say(line)
+            self.notify(line)
         if plots:
-            self.say(f"curves: {plots[0]}")
+            self.notify(f"curves: {plots[0]}")
         for line in report:
-            self.say(line)
+            self.notify(line)
         for failure in self._trackers.failures:
-            self.say(f"note: {failure}")
+            self.notify(f"note: {failure}")
 
     def _write_report(self) -> list[str]:
         """Writes the report on routing mismatch; returns lines for the user. A failed report must not fail a finished

@@ -87,9 +87,9 @@ class RLStage:
             run.state.evaluation_due = False
             self._evaluate(first_step)
         run.stop_if_told(STAGE, first_step)
-        run.reporter.say(f"algorithm: {self.algorithm.describe()}")
+        run.reporter.notify(f"algorithm: {self.algorithm.describe()}")
         for line in self.groups.limits.describe():
-            run.reporter.say(line)
+            run.reporter.notify(line)
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         with closing(Ahead(self.groups.upcoming, self._pack)) as self._ahead, closing(self.groups):
             for step in range(first_step, steps):
@@ -116,7 +116,7 @@ class RLStage:
         self.trainer.profile(step)
         yield
         self.trainer.profile(0)
-        self.run.reporter.say(f"trace of step {step}: {self.config.run_dir / PROFILES}")
+        self.run.reporter.notify(f"trace of step {step}: {self.config.run_dir / PROFILES}")
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 

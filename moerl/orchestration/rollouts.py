@@ -76,7 +76,7 @@ class Collector:
     """Columns of the engine's expert ids that are the model's MoE layers, by the engine's handshake."""
     ends: tuple[int, ...]
     """Ids that end a response (`moerl.orchestration.ends`)."""
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     """Callback with a line for people about refused answers."""
     watch: Callable[[int, int, int], None] = unwatched
     """Callback at the start and after each outcome: numbers of outcomes, of requests, and of sampled tokens."""
@@ -168,7 +168,7 @@ class Collector:
                 remedy=f"correct the cause; what was refused is in {folder}",
             )
         if num_refused:
-            self.say(f"{purpose}: {num_refused} of {num_asked} responses refused{cause}; kept in {folder}")
+            self.notify(f"{purpose}: {num_refused} of {num_asked} responses refused{cause}; kept in {folder}")
 
     def outcomes(
         self,

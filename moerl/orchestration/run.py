@@ -106,7 +106,7 @@ class Run:
         self.trainer.build(stage, folder, self.model.spec, engine)
         for note in self.trainer.notes:
             if note not in self._said:
-                self.reporter.say(note)
+                self.reporter.notify(note)
         self._said.update(self.trainer.notes)
 
     def packing(self, model: ModelDescription) -> PackOptions:
@@ -140,16 +140,16 @@ class Run:
                     remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
                 )
             self.reporter.rewind(STAGE_ORDER[0], 0, evaluated=True)
-            self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
+            self.reporter.notify("the run was stopped before its first checkpoint: starting from the beginning")
             return
         for problem in found.skipped:
-            self.reporter.say(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
+            self.reporter.notify(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
         stage, step = found.state["stage"], int(found.state["step"])
         self.state = RunState(**found.state["run"])
         self.reporter.rewind(stage, step, evaluated=not self.state.evaluation_due)
         self.quarantine.restore(self.state.quarantine)
         self._checkpoint, self._saved = (stage, step, found.path), (stage, step)
-        self.reporter.say(f"{stage}: going on from step {step} ({found.path})")
+        self.reporter.notify(f"{stage}: going on from step {step} ({found.path})")
 
     def _trace_of_a_checkpoint(self) -> str | None:
         """Returns, in words, a trace that only a run with a checkpoint leaves; None if there is none."""
@@ -251,7 +251,7 @@ class Run:
                 self.clear_devices()
             self.checkpoint(stage, step)
         self.trainer.poll_save(wait=True)
-        self.reporter.say(f"stopped after step {step} of stage {stage}")
+        self.reporter.notify(f"stopped after step {step} of stage {stage}")
         raise RunStoppedError
 
     def leave_if_told(self) -> None:
@@ -262,7 +262,7 @@ class Run:
         """
         if self.stop.signal:
             self.trainer.poll_save(wait=True)
-            self.reporter.say("stopped before the next step")
+            self.reporter.notify("stopped before the next step")
             raise RunStoppedError
 
     # --- what is recorded --------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Run:
                 write_parquet(path, [sample.trajectory for sample in samples])
             where = str(path)
         allowed = self.config.trainer.max_skipped_updates
-        self.reporter.say(
+        self.reporter.notify(
             f"WARNING: the gradient was not finite, update skipped ({update.skipped_in_a_row} in a row, {allowed}"
             f" allowed); its batch: {where}"
         )

@@ -55,7 +55,7 @@ def cold_start(run: Run, model_path: Path, *, for_its_weights: bool = True) -> P
         return output
     problem = find_problem(checkpoint)
     if problem is not None and not for_its_weights:
-        run.reporter.say(
+        run.reporter.notify(
             f"WARNING: {output}: {damage}; {checkpoint.name}: {problem}. It stays as it is: the run goes on from the"
             " weights of its newest checkpoint"
         )
@@ -67,7 +67,7 @@ def cold_start(run: Run, model_path: Path, *, for_its_weights: bool = True) -> P
             expected=f"a whole {FOLDER}, or the checkpoint of the end of its stage",
             remedy=f"restore {FOLDER} from a copy, or start a new run",
         )
-    run.reporter.say(f"WARNING: {output}: {damage}; writing it again from {checkpoint}")
+    run.reporter.notify(f"WARNING: {output}: {damage}; writing it again from {checkpoint}")
     run.trainer.rewrite(model_path, checkpoint, output)
     return output
 

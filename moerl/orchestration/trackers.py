@@ -27,14 +27,14 @@ class Trackers:
 
     Args:
         sinks: trackers that are started, not opened.
-        say: called with a line about a failure.
+        notify: called with a line about a failure.
 
     Attributes:
         failures: line about each tracker that is left out.
     """
 
-    def __init__(self, sinks: Iterable[TrackerSink], say: Callable[[str], None]) -> None:
-        self._sinks, self._say = list(sinks), say
+    def __init__(self, sinks: Iterable[TrackerSink], notify: Callable[[str], None]) -> None:
+        self._sinks, self._notify = list(sinks), notify
         self.failures: list[str] = []
         self._latest = ""
 
@@ -67,7 +67,7 @@ class Trackers:
         """Notes that the run goes on after `step` of `stage`; a tracker that is new to the run gets its `rows` so
         far."""
 
-        def tell(sink: TrackerSink) -> None:
+        def rewind_one(sink: TrackerSink) -> None:
             if not sink.is_new:
                 sink.truncate_after(stage, step, evaluated=evaluated)
                 return
@@ -75,7 +75,7 @@ class Trackers:
                 metrics = {name: value for name, value in row.items() if name not in ("stage", "step")}
                 sink.write(row["stage"], row["step"], metrics)
 
-        self._each(tell)
+        self._each(rewind_one)
 
     def sync(self) -> None:
         self._each(lambda sink: sink.sync())
@@ -88,10 +88,10 @@ class Trackers:
         self._each(lambda sink: sink.close(failed=error is not None, seconds=seconds))
         self._sinks = []
 
-    def _each(self, tell: Callable[[TrackerSink], None]) -> None:
+    def _each(self, call: Callable[[TrackerSink], None]) -> None:
         for sink in list(self._sinks):
             try:
-                tell(sink)
+                call(sink)
             except TrackerError as error:
                 self._sinks.remove(sink)
                 sink.end()
@@ -101,7 +101,7 @@ class Trackers:
                     f" has all; log: {sink.log}"
                 )
                 self.failures.append(text)
-                self._say(f"WARNING: {text}")
+                self._notify(f"WARNING: {text}")
 
 
 def start_trackers(metrics: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:

@@ -60,7 +60,7 @@ def served_engine(rollout: ServedRolloutConfig, run: ServedRun, options: EngineO
     assert model.folder is not None
     launchers = kind.launchers(rollout, run)
     several = f"s, {len(launchers)} of them" if len(launchers) > 1 else ""
-    options.say(f"waiting for the {kind.title} server{several}")
+    options.notify(f"waiting for the {kind.title} server{several}")
     facts = ModelFacts(model.spec, model.moe_layers)
     connect = kind.connect(facts, options)
     engine = FleetEngine(launchers, connect, facts, options, run.version if is_ours else -1)

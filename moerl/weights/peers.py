@@ -88,8 +88,8 @@ class Peers:
             return
         is_late = time.monotonic() >= until
         seen = f"not done in time, {self.step_seconds:g} s a step" if is_late else _first_line(error)
-        self._say(f"here/{self.rank}", "here")
-        self._say("roll", "call")
+        self._write(f"here/{self.rank}", "here")
+        self._write("roll", "call")
         known = self._listen(_GRACE_SECONDS)
         missing = [rank for rank in members if not self._heard(f"here/{rank}")]
         seen = f"{seen}, no word from ranks {missing}" if missing else seen
@@ -127,7 +127,7 @@ class Peers:
         self._agreements += 1
         if len(failed) > 1:
             if problem is not None:
-                self._say(f"{self._agreements}/{self.rank}", str(problem))
+                self._write(f"{self._agreements}/{self.rank}", str(problem))
             until = self.until() + self.step_seconds
             try:
                 self.meet(lambda: dist.all_reduce(failed, async_op=True), until, step, range(len(failed)))
@@ -170,7 +170,7 @@ class Peers:
     def _give_up(self, doing: str, seen: str, known: str, error: BaseException) -> None:
         self._lost = f"{doing} ({seen or known})"
         if not known:
-            self._say("lost", f"rank {self.rank}: {self._lost}")
+            self._write("lost", f"rank {self.rank}: {self._lost}")
         raise WeightSyncError(
             f"weight update: {doing}",
             seen="; ".join(filter(None, (seen, known))),
@@ -181,7 +181,7 @@ class Peers:
 
     # --- the store ---------------------------------------------------------------------------------------------------
 
-    def _say(self, key: str, text: str) -> None:
+    def _write(self, key: str, text: str) -> None:
         try:
             _get_default_store().set(f"{self._prefix}/{key}", text)
         except dist.DistError:

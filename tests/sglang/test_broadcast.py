@@ -54,7 +54,7 @@ def engine(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
     endpoints = [server.endpoint for server in servers]
     made = sglang_live.connect(
-        *endpoints, model=model, version=-1, shapes=shapes, say=said.append, update_seconds=UPDATE_SECONDS
+        *endpoints, model=model, version=-1, shapes=shapes, notify=said.append, update_seconds=UPDATE_SECONDS
     )
     yield made
     made.close()

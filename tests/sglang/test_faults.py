@@ -51,7 +51,7 @@ class Own:
         probe_seconds = 5.0 if count == 1 else 60.0
         changes: dict[str, Any] = {"max_running": 8, "probe_seconds": probe_seconds, "update_seconds": 60.0}
         self.engine = sglang_live.connect(
-            *self.sources, model=model, version=-1, shapes=shapes, say=self.said.append, **changes
+            *self.sources, model=model, version=-1, shapes=shapes, notify=self.said.append, **changes
         )
 
     def update(self, version: int, between: Callable[[], None] | None = None) -> None:

@@ -185,7 +185,7 @@ def train_and_sync_from_two_senders(
     if layout.rank == 0:
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(
-            *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
+            *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, notify=said.append
         )
         engine.send_by(senders)
     num_bytes = 0

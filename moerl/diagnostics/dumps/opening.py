@@ -43,7 +43,7 @@ def open_dumps(
     moe_layers: Sequence[int] | None = None,
     experts_per_token: int | None = None,
     load: slime.TorchFile | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> list[Dump]:
     """Returns dumps whose rollouts are read when they are asked for; unusable ones are counted. Train data of slime and
     miles are joined to the rollouts of the other dumps, token exports of prime-rl to its traces.
@@ -55,7 +55,7 @@ def open_dumps(
             layers.
         experts_per_token: for formats whose routes are flat.
         load: reads files of torch.save; `moerl.offline.torch_dumps.open_any_dumps` brings it.
-        say: called with a line for each path of which files are left out.
+        notify: called with a line for each path of which files are left out.
 
     Raises:
         ConfigError: there is no dump, or it is of no known format, or refused, or a file is named twice, or train data
@@ -90,8 +90,8 @@ def open_dumps(
         notes = [*format.notes, *([files.note] if files.note else [])]
         reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
         is_trainers = format.name != slime.TRAIN and is_joined(format.name, formats)
-        if say is not None and files.note:
-            say(f"{path}: {files.note}")
+        if notify is not None and files.note:
+            notify(f"{path}: {files.note}")
         rollouts = _read(files.files, format, reading, load, None if is_trainers else seen)
         opened.append(Dump(format.name, rollouts, reading.unusable, reading.notes))
     return joined(opened)

@@ -105,20 +105,20 @@ class Survey:
 
 
 def survey(
-    path: Path, model: ModelDescription, load: TorchFile | None = None, say: Callable[[str], None] | None = None
+    path: Path, model: ModelDescription, load: TorchFile | None = None, notify: Callable[[str], None] | None = None
 ) -> Survey:
     """Looks over a dump.
 
     Args:
         model: selects its MoE layers if a dump has routes of all layers.
         load: reads files of torch.save.
-        say: called with a line for a directory of which files are left out, unless it is a dump of moerl.
+        notify: called with a line for a directory of which files are left out, unless it is a dump of moerl.
 
     Raises:
         ConfigError: there is no dump, it cannot be read, or its rollouts are in no order that can be trained.
     """
     files = own_files(path)
-    found = Survey(own.FORMAT) if files else _survey_others(path, model, load, say)
+    found = Survey(own.FORMAT) if files else _survey_others(path, model, load, notify)
     names: set[str] = set()
     for file in files:
         rows = columns(file, _COLUMNS)
@@ -238,10 +238,10 @@ def describe_unusable(unusable: Unusable) -> str:
 
 
 def _survey_others(
-    path: Path, model: ModelDescription, load: TorchFile | None, say: Callable[[str], None] | None
+    path: Path, model: ModelDescription, load: TorchFile | None, notify: Callable[[str], None] | None
 ) -> Survey:
     dumps = open_dumps(
-        [path], moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load, say=say
+        [path], moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load, notify=notify
     )
     found = Survey(dumps[0].format)
     for dump in dumps:

@@ -13,7 +13,7 @@ from rich.console import Console
 from moerl.config.checks import config_notes
 from moerl.config.compose import compose_values
 from moerl.config.help_text import recipe_text
-from moerl.config.hub_model import say_model
+from moerl.config.hub_model import show_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, stored_run
 from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import LaunchConfig
@@ -165,7 +165,7 @@ def _prepare(
     config = load_config(
         overrides, command="train", config_dir=options.config_dir, known_model=known, looks_at_packages=False
     )
-    say_model(config.model)
+    show_model(config.model)
     job = _job(options, config.run_dir)
     job.check()
     _check_nodes(job, config.launch)

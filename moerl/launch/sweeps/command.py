@@ -58,7 +58,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool 
     jobs = options.jobs or 1
     with run_lock(folder), stop_signals(for_good=True) as stop:
         print(f"sweep of {len(manifest.runs)} runs over {', '.join(manifest.keys)}, {jobs} at a time: {folder}")
-        Sweep(manifest, folder, LocalHost(jobs), stop, _say).run()
+        Sweep(manifest, folder, LocalHost(jobs), stop, _print_line).run()
     show(manifest, folder)
     status = exit_status(manifest, is_interrupt=stop.signal == "SIGINT")
     if status:
@@ -141,5 +141,5 @@ def show(manifest: Manifest, folder: Path) -> None:
     print(f"compare them: moerl report {shlex.quote(str(folder))}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(printable(line), flush=True)

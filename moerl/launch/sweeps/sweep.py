@@ -28,13 +28,13 @@ class Sweep:
     Args:
         folder: directory of the sweep; its manifest is written whenever a run begins or ends.
         stop: stop signal that this process got, if any.
-        say: called with each line to show.
+        notify: called with each line to show.
     """
 
     def __init__(
-        self, manifest: Manifest, folder: Path, host: RunHost, stop: StopRequest, say: Callable[[str], None]
+        self, manifest: Manifest, folder: Path, host: RunHost, stop: StopRequest, notify: Callable[[str], None]
     ) -> None:
-        self._manifest, self._folder, self._host, self._stop, self._say = manifest, folder, host, stop, say
+        self._manifest, self._folder, self._host, self._stop, self._notify = manifest, folder, host, stop, notify
         self._under_way: dict[str, SweepRun] = {}
         self._waiting: list[SweepRun] = []
         self._log_starts: dict[str, int] = {}
@@ -52,7 +52,7 @@ class Sweep:
         for run in self._manifest.runs:
             if (self._folder / run.name / SUMMARY_FILE).exists():
                 run.state, run.status = "finished", 0
-                self._say(f"{run.name}: was finished before")
+                self._notify(f"{run.name}: was finished before")
             else:
                 run.state, run.status = "waiting", None
                 self._waiting.append(run)
@@ -94,12 +94,12 @@ class Sweep:
             self._host.start(job)
         except OSError as error:
             run.state = "failed"
-            self._say(f"{run.name}: could not be started: {error}")
+            self._notify(f"{run.name}: could not be started: {error}")
         else:
             run.state = "running"
             self._under_way[run.name] = run
             number = self._manifest.runs.index(run) + 1
-            self._say(f"{run.name}: started, {number} of {len(self._manifest.runs)}; log: {job.log}")
+            self._notify(f"{run.name}: started, {number} of {len(self._manifest.runs)}; log: {job.log}")
         write_manifest(self._manifest, self._folder)
 
     def _note(self, run: SweepRun, status: int) -> None:
@@ -108,7 +108,7 @@ class Sweep:
         if run.state == "failed":
             said = last_words(job_of(run, self._manifest, self._folder).log, self._log_starts[run.name])
             because = f" with status {status}: {said}"
-        self._say(f"{run.name}: {run.state}{because}")
+        self._notify(f"{run.name}: {run.state}{because}")
         write_manifest(self._manifest, self._folder)
 
 

@@ -207,7 +207,7 @@ class Fleet:
     def mark_stale(self, replica: Replica, error: MoerlError) -> None:
         """Removes a server that holds other weights from rotation, and sends it everything again."""
         if replica.is_current:
-            self._options.say(f"WARNING: server {replica.name!r} gets all weights again: {error}")
+            self._options.notify(f"WARNING: server {replica.name!r} gets all weights again: {error}")
             replica.give_up_asks()
             self._change(replica, State.STALE)
             self._start(self._bring_back(replica))
@@ -240,7 +240,7 @@ class Fleet:
     async def _replace(self, replica: Replica, error: MoerlError) -> None:
         """Replaces the server of a place until one holds the current weights, or the place is given up."""
         while replica.losses < MAX_LOSSES:
-            self._options.say(f"WARNING: server {replica.name!r} is lost, taking another: {error}")
+            self._options.notify(f"WARNING: server {replica.name!r} is lost, taking another: {error}")
             self._change(replica, State.RESTARTING)
             await replica.disconnect()
             await backoff(replica.losses)
@@ -255,12 +255,12 @@ class Fleet:
         await replica.disconnect()
         await asyncio.to_thread(replica.launcher.close)
         replica.error = error
-        self._options.say(f"WARNING: server {replica.name!r} is given up: {error}")
+        self._options.notify(f"WARNING: server {replica.name!r} is given up: {error}")
         self._change(replica, State.DEAD)
 
     def _go_on_with(self, replica: Replica) -> None:
         self._change(replica, State.HEALTHY)
-        self._options.say(f"server {replica.name!r}: going on")
+        self._options.notify(f"server {replica.name!r}: going on")
 
     def _suspect(self, replica: Replica, error: EngineError) -> None:
         if replica.state is State.HEALTHY:

@@ -40,7 +40,7 @@ class EngineOptions:
     """Shape of every tensor of the served model, by its name in the checkpoint."""
     tied: Mapping[str, str]
     """Names of tensors that must equal another one and may come, too, each with the name of that one."""
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     """Called in the engine's event loop with a line for people when a server is lost, replaced or given up."""
     interrupt: Interrupt = Interrupt.RETRACT
     """Treatment of responses under way when an update begins."""

@@ -147,7 +147,7 @@ def test_files_that_are_no_dumps_are_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(1))
     said: list[str] = []
-    (dump,) = open_any_dumps([tmp_path], say=said.append)
+    (dump,) = open_any_dumps([tmp_path], notify=said.append)
     assert len(list(dump.rollouts)) == 2
     note = "left out: 2 files of no known format (batch.pkl, config.json)"
     assert note in dump.notes

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(run_dir=tmp_path, sft=SimpleNamespace(steps=4)),
         has_done=lambda stage, step: (stage, step) == ("sft", 4),
-        reporter=SimpleNamespace(say=said.append),
+        reporter=SimpleNamespace(notify=said.append),
         trainer=SimpleNamespace(rewrite=lambda *paths: rewritten.append(paths)),
         said=said,
         rewritten=rewritten,

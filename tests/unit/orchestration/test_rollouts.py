@@ -80,11 +80,11 @@ def collector(
     engine: FakeEngine | None = None,
     layers: LayerSelection = ALL_MOE,
     max_rate: float = 1.0,
-    say: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
 ) -> Collector:
     quarantine = Quarantine(folder, max_rate)
     task, tokenizer = cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer())
-    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers, (1,), say)
+    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers, (1,), notify)
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:
@@ -103,7 +103,7 @@ def test_a_reward_that_fails_quarantines_its_sample_and_the_others_go_on(tmp_pat
 
 def test_a_few_rewards_that_fail_are_told_with_the_first_cause(tmp_path: Path):
     said: list[str] = []
-    collect(here := collector(tmp_path, fails_at=2, say=said.append), 4)
+    collect(here := collector(tmp_path, fails_at=2, notify=said.append), 4)
     cause = "reward_failed in rewards, call 2 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)"
     assert said == [f"step 9: 1 of 4 responses refused; the first: {cause}; kept in {tmp_path}"]
     collect(here, 4)

@@ -27,10 +27,10 @@ class FakeRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.config = SimpleNamespace(run_dir=run_dir, trainer=SimpleNamespace(max_skipped_updates=2))
-        self.reporter = SimpleNamespace(say=self._say)
+        self.reporter = SimpleNamespace(notify=self._notify)
         self.said: list[str] = []
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self.said.append(text)
 
     def check(self, update: UpdateReport, name: str, samples: list[TrainSample]) -> None:

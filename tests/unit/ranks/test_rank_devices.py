@@ -100,7 +100,7 @@ def test_what_a_rank_notes_is_said_once() -> None:
     run = cast(
         Any,
         SimpleNamespace(
-            trainer=trainer, model=SimpleNamespace(spec=SPEC), reporter=SimpleNamespace(say=said.append), _said=set()
+            trainer=trainer, model=SimpleNamespace(spec=SPEC), reporter=SimpleNamespace(notify=said.append), _said=set()
         ),
     )
     Run.build(run, "sft", Path("model"))
