@@ -274,7 +274,7 @@ class Network:
         self, *launchers: FakeLauncher | FakeServer, version: int = 3, said: list[str] | None = None, **changes: Any
     ) -> FleetEngine:
         """changes: of `EngineOptions`."""
-        changes["say"] = ([] if said is None else said).append
+        changes["notify"] = ([] if said is None else said).append
         made = [launcher if isinstance(launcher, FakeLauncher) else FakeLauncher(launcher) for launcher in launchers]
         return FleetEngine(made, self.connect, MODEL, options(**changes), version)
 
@@ -290,7 +290,7 @@ def options(**changes: Any) -> EngineOptions:
         "bucket_bytes": 1 << 20,
         "shapes": {},
         "tied": {},
-        "say": print,
+        "notify": print,
     }
     return EngineOptions(**values | changes)
 

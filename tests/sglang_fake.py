@@ -266,7 +266,7 @@ def connect(
         "bucket_bytes": 1 << 20,
         "shapes": {},
         "tied": {},
-        "say": ([] if said is None else said).append,
+        "notify": ([] if said is None else said).append,
     }
     made = [launcher if isinstance(launcher, FakeLauncher) else FakeLauncher(launcher) for launcher in launchers]
     settings = EngineOptions(**options | changes)

@@ -137,7 +137,7 @@ def connect(*servers: Endpoint | ServerLauncher, model: ModelFacts, version: int
         "bucket_bytes": 1 << 28,
         "shapes": {},
         "tied": {},
-        "say": print,
+        "notify": print,
     }
     launchers = [GivenServer(server) if isinstance(server, Endpoint) else server for server in servers]
     settings = EngineOptions(**options | changes)

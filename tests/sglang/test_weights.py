@@ -44,7 +44,7 @@ class Updated:
     def __init__(self, server: SGLangServer, model: ModelFacts, folder: Path, interrupt: Interrupt) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
         self.said: list[str] = []
-        options: dict[str, Any] = {"max_running": 64, "interrupt": interrupt, "say": self.said.append}
+        options: dict[str, Any] = {"max_running": 64, "interrupt": interrupt, "notify": self.said.append}
         self.engine = sglang_live.connect(server.endpoint, model=model, version=-1, shapes=shapes, **options)
         self.version, self.used = 0, {}
         self.send(folder)
