@@ -213,11 +213,11 @@ def test_a_model_whose_log_probs_are_not_numbers_is_an_error_and_never_in_order(
         diagnose(ground.clean, [broken], ground.finer)
 
 
-def test_beside_a_coarse_arithmetic_nothing_is_in_order(ground: Ground):
+def test_under_a_coarse_arithmetic_nothing_is_in_order(ground: Ground):
     found = diagnose(ground.clean, [ground.now], ground.old)  # as if that were the same weights in a finer arithmetic
     assert found.floor > 0.1
     assert verdict(found.findings, found.decompositions, found.floor).level == "note"
-    assert "too much to tell" in found.findings[-1].title
+    assert "too much to see" in found.findings[-1].title
 
 
 def test_sets_that_are_late_in_some_rollouts_and_early_in_others_are_both_named(ground: Ground):
