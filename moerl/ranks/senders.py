@@ -111,7 +111,7 @@ class RankSenders:
         self._parts: list[Part] = []
 
     def published(self, replies: Sequence[Reply]) -> None:
-        """Stores the replies of all ranks to `Publish`, for `take`."""
+        """Stores the replies of all ranks to `Publish`, for `close_set`."""
         self._parts = _parts(replies)
 
     async def begin(self, update: WeightUpdate, targets: Sequence[Target]) -> None:

@@ -89,10 +89,10 @@ def open_dumps(
     for path, files, format in found:
         notes = [*format.notes, *([files.note] if files.note else [])]
         reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
-        is_trainers = format.name != slime.TRAIN and is_joined(format.name, formats)
+        is_trainer_side = format.name != slime.TRAIN and is_joined(format.name, formats)
         if notify is not None and files.note:
             notify(f"{path}: {files.note}")
-        rollouts = _read(files.files, format, reading, load, None if is_trainers else seen)
+        rollouts = _read(files.files, format, reading, load, None if is_trainer_side else seen)
         opened.append(Dump(format.name, rollouts, reading.unusable, reading.notes))
     return joined(opened)
 
