@@ -327,5 +327,6 @@ def test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets(tmp_pat
         scheduler = [*descendants(server.pid)]
         assert len(scheduler) == 2
         eventually(lambda: all(ignores_all(pid) for pid in (server.pid, scheduler[-1])))
-    server.kill()
+    for pid in (*scheduler, server.pid):
+        os.kill(pid, signal.SIGKILL)
     server.wait()
