@@ -23,7 +23,7 @@ from moerl.launch.sweeps.hosts import LocalHost, SweepJob
 from moerl.orchestration.templates import Templates
 from moerl.processes.child import Child
 from moerl.processes.guard import HANDED_ON
-from moerl.processes.host import PIPE, end_guarded, run_command, start_guarded, start_spared
+from moerl.processes.host import PIPE, end_group, end_guarded, run_command, start_guarded, start_spared
 from moerl.processes.spared import STOP_SIGNALS
 from moerl.ranks.away import PROGRAM
 from moerl.rollout.engine_process.local import LocalProcess, dismiss
@@ -322,11 +322,11 @@ def test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets(tmp_pat
     command = [sys.executable, "-c", sglang._BOOT, str(os.getpid())]
     with signals_to_children():
         server = start_spared(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-        eventually(lambda: (tmp_path / "ready").exists() or server.poll() is not None)
-        assert server.poll() is None
-        scheduler = [*descendants(server.pid)]
-        assert len(scheduler) == 2
-        eventually(lambda: all(ignores_all(pid) for pid in (server.pid, scheduler[-1])))
-    for pid in (*scheduler, server.pid):
-        os.kill(pid, signal.SIGKILL)
-    server.wait()
+        try:
+            eventually(lambda: (tmp_path / "ready").exists() or server.poll() is not None)
+            assert server.poll() is None
+            scheduler = [*descendants(server.pid)]
+            assert len(scheduler) == 2
+            eventually(lambda: all(ignores_all(pid) for pid in (server.pid, scheduler[-1])))
+        finally:
+            end_group(server)
